@@ -96,7 +96,7 @@ def slow(address: Address) -> None:
 def wrong_keys(address: Address) -> None:
     """Does the handshake with another key, and with a proof of random bytes."""
     deadline = time.monotonic() + _SECONDS
-    for purpose in ("heartbeat server", "direct messages", "meeting of ranks", "pool of ranks"):
+    for purpose in ("heartbeat server", "direct messages", "rendezvous of ranks", "pool of ranks"):
         with contextlib.suppress(OSError):
             connect_once(address, b"another key", purpose, 1, deadline).close()
         with _calls(address) as callers, contextlib.suppress(OSError):

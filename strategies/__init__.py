@@ -1,7 +1,7 @@
-"""`ParallelStrategy`, its kinds and `auto`; `keras_patches/`, the functions of Keras that are patched."""
+"""`ParallelStrategy`, its subclasses and `auto`; `keras_patches/` patches functions of Keras."""
 
 if __name__ != "tfdist.strategies":
-    raise ImportError("This package is imported as `tfdist.strategies`, not as `strategies`.")
+    raise ImportError("This package must be imported as `tfdist.strategies`, not as `strategies`.")
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tfdist.strategies.local import LocalStrategy as LocalStrategy
     from tfdist.strategies.multi_worker import MultiWorkerStrategy as MultiWorkerStrategy
 
-#: Each brings an engine; a program needs one.
+#: Each imports an engine, of which a program needs one.
 _HOMES = {
     "HorovodStrategy": "tfdist.strategies.horovod",
     "LocalStrategy": "tfdist.strategies.local",

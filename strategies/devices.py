@@ -1,4 +1,4 @@
-"""Which device of its machine a rank computes on."""
+"""The device of a rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOCAL_RANKS = (
 
 
 def local_rank() -> int:
-    """This process's place among the ranks of its machine, from what started it.
+    """This process's place among the ranks of its machine, as set by its launcher.
 
     Raises:
         ValueError: TF_CONFIG is malformed.
@@ -33,7 +33,7 @@ def local_rank() -> int:
 
 
 def pin_gpu() -> None:
-    """Leaves this rank the one GPU of its machine that is its own; nothing where there is none.
+    """Makes only one GPU of the machine visible to this rank; does nothing without GPUs.
 
     Raises:
         ValueError: The machine has GPUs, but fewer than ranks.
@@ -44,7 +44,7 @@ def pin_gpu() -> None:
     place = local_rank()
     if place >= len(gpus):
         raise ValueError(
-            "Each rank computes on a GPU of its own. Received: local rank "
+            "Each rank requires its own GPU. Received: local rank "
             f"{place} on a machine with {len(gpus)} GPU(s). Start fewer ranks there, or hide the "
             "GPUs with CUDA_VISIBLE_DEVICES= to compute on the CPU."
         )

@@ -1,10 +1,9 @@
-"""What a step under `ParallelStrategy` can ask of the other ranks: TensorFlow's `StrategyExtended`."""
+"""The `StrategyExtended` of `ParallelStrategy`: replica context, reductions and datasets."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 
 import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
@@ -19,24 +18,35 @@ from tfdist.step.context import DistributedStrategy, ReplicaContext
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.token_split import TokenSplit
 from tfdist.strategies.keras_patches.steps import keras_step
+from tfdist.utils.temporary import attributes_set
+
+
+class _Local(threading.local):
+    """The state of a thread.
+
+    Attributes:
+        step: The Keras step that runs.
+        predicting: Whether `predict` runs.
+    """
+
+    step: KerasStep | None = None
+    predicting: bool = False
 
 
 class ParallelExtended(OneDeviceExtended):
-    """One device in this process, and an engine to the other ranks.
+    """One device in this process, and an engine for collectives with the other ranks.
 
-    TensorFlow's one-device strategy already keeps plain variables and tensors. What is overridden
-    here is all that a step can ask of the other ranks.
+    TensorFlow's one-device strategy already uses plain variables and tensors. This class overrides all
+    methods that depend on the other ranks.
     """
 
     def __init__(self, strategy: DistributedStrategy):
         super().__init__(strategy, "/GPU:0" if tf.config.list_logical_devices("GPU") else "/CPU:0")
         self._parallel = strategy
-        self._local = threading.local()
+        self._local = _Local()
         self._batch_logs_read: tf.Variable | None = None
         self._runs: tf.Variable | None = None
         self._first_batch: FirstBatch | None = None
-
-    # -- what ranks are ---------------------------------------------------------------------
 
     @property
     def _num_replicas_in_sync(self):
@@ -55,28 +65,20 @@ class ParallelExtended(OneDeviceExtended):
         """Whether this rank writes summaries."""
         return self._parallel.is_chief
 
-    # -- steps ------------------------------------------------------------------------------
-
     def _use_merge_call(self):
         return False
 
-    @contextlib.contextmanager
-    def _running(self, step: KerasStep | None) -> Iterator[None]:
-        before = getattr(self._local, "step", None)
-        self._local.step = step
-        try:
-            yield
-        finally:
-            self._local.step = before
+    def _running(self, step: KerasStep | None) -> contextlib.AbstractContextManager[None]:
+        return attributes_set(self._local, step=step)
 
     def _call_for_each_replica(self, fn, args, kwargs):
-        step = getattr(self._local, "step", None)
+        step = self._local.step
         group = self._parallel.token_group
         tokens = None
         if group.size > 1:
             from tfdist.data.tokens import agreed_split
 
-            # Other functions, and `predict`, may get eager tensors, whose sizes are this rank's alone.
+            # Other functions, and `predict`, may receive eager tensors, whose sizes differ between ranks.
             tokens = agreed_split((args, kwargs), group, sizes_agree=step is not None)
         if step is not None:
             step.tokens = tokens
@@ -94,20 +96,14 @@ class ParallelExtended(OneDeviceExtended):
                 function()
             return outputs
 
-    @contextlib.contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Inside, `run` returns the rows of all ranks, in the order of the global batch."""
-        self._local.predicting = True
-        try:
-            yield
-        finally:
-            self._local.predicting = False
+    def predicting(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which `run` returns the rows of all ranks, in the order of the global batch."""
+        return attributes_set(self._local, predicting=True)
 
     def _finish_outputs(self, outputs):
-        if not getattr(self._local, "predicting", False):
+        if not self._local.predicting:
             return outputs
-        strategy = self._parallel
-        return tf.nest.map_structure(lambda part: _gather_outputs(part, strategy), outputs)
+        return tf.nest.map_structure(lambda part: _gather_outputs(part, self._parallel), outputs)
 
     @property
     def batch_logs_read(self) -> tf.Variable:
@@ -118,7 +114,7 @@ class ParallelExtended(OneDeviceExtended):
         return self._batch_logs_read
 
     def _count_run(self) -> None:
-        # A graph of TensorFlow 1 has sessions with variables of their own.
+        # A graph of TensorFlow 1 has sessions with separate variables.
         if self._parallel.mesh.size == 1 or not outermost_is_eager():
             return
         if self._runs is None:
@@ -127,14 +123,11 @@ class ParallelExtended(OneDeviceExtended):
         self._runs.assign_add(1, read_value=False)
 
     def num_runs(self) -> int:
-        """How many calls of `strategy.run` there have been, in graphs too. Eager only."""
+        """The number of calls of `strategy.run`, including those in graphs. Eager only."""
         return 0 if self._runs is None else int(self._runs.numpy())
 
-    # -- reductions -------------------------------------------------------------------------
-
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(reduce_op, value, options)
+        return tf.distribute.get_replica_context().all_reduce(reduce_op, value, options)
 
     def _reduce_to(self, reduce_op, value, destinations, options):
         del destinations, options
@@ -148,16 +141,9 @@ class ParallelExtended(OneDeviceExtended):
         del group
         return fn(var, *args, **(kwargs or {}))
 
-    # -- data -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def noting(self, first: FirstBatch | None) -> Iterator[None]:
-        """Inside, data sets that are distributed note the first of their global batches."""
-        self._first_batch = first
-        try:
-            yield
-        finally:
-            self._first_batch = None
+    def recording(self, first: FirstBatch | None) -> contextlib.AbstractContextManager[None]:
+        """A context in which distributed datasets record their first global batch."""
+        return attributes_set(self, _first_batch=first)
 
     def _experimental_distribute_dataset(self, dataset, options):
         del options
@@ -166,20 +152,14 @@ class ParallelExtended(OneDeviceExtended):
         if self._in_multi_worker_mode():
             dataset = without_early_reads(dataset)
             if self._first_batch is not None:
-                dataset = self._first_batch.noted(dataset)
-        group = self._parallel.row_group
-        return self._own_tokens(
-            shard_batches(dataset, group.size, group.rank, self._parallel.row_shares)
-        )
+                dataset = self._first_batch.recorded(dataset)
+        group, shares = self._parallel.row_group, self._parallel.row_shares
+        return self._own_tokens(shard_batches(dataset, group.size, group.rank, shares))
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
         group = self._parallel.row_group
-        context = tf.distribute.InputContext(
-            num_input_pipelines=group.size,
-            input_pipeline_id=group.rank,
-            num_replicas_in_sync=group.size,
-        )
+        context = tf.distribute.InputContext(group.size, group.rank, group.size)
         dataset = mark_per_rank(dataset_fn(context))
         return self._own_tokens(equal_steps(dataset, self._parallel.group()))
 
@@ -197,11 +177,11 @@ class ParallelExtended(OneDeviceExtended):
 
 
 def _gather_outputs(rows, strategy: DistributedStrategy):
-    """This rank's outputs and those of the ranks with other rows and tokens."""
+    """The outputs of this rank and of the ranks with different rows and tokens."""
     if not isinstance(rows, tf.Tensor):
         raise NotImplementedError(
-            "`predict` joins the ranks' rows of dense tensors. Received: an output of type "
-            f"{type(rows).__name__}; convert it in the model, for example with `.to_tensor()`."
+            "`predict` requires dense output tensors, whose rows it gathers from all ranks. Received: an "
+            f"output of type {type(rows).__name__}. Convert it in the model, for example with `.to_tensor()`."
         )
     if rows.shape.rank == 0:
         rows = rows[None]
@@ -209,5 +189,5 @@ def _gather_outputs(rows, strategy: DistributedStrategy):
     if tokens.size > 1:
         rows = all_gather(rows, tokens, 1, uneven=True, name="predictions/tokens")
         rows = TokenSplit(tokens.size, tokens.rank, tf.shape(rows)[1]).in_order(rows)
-    # Keras hands `predict` eager batches, so a known shape is this rank's alone.
+    # Keras passes eager batches to `predict`, whose shapes differ between ranks.
     return all_gather(rows, strategy.row_group, uneven=True, name="predictions")

@@ -1,17 +1,16 @@
-"""Gradients that a step of a user's own reads: of the global batch, and whole.
+"""Gradients that a custom training step reads: whole gradients of the global batch.
 
-`optimizer.apply` reduces gradients over the ranks, so that a step which only hands them on pays for
-one reduction. A step that looks at them before (clips, logs a norm, adds them up) would see this rank's
-own. Which of its calls of `tape.gradient` are looked at is known once the step is traced: what the tape
-returns is a handle, and whoever uses a handle is a reader. Then the step is traced again, and those
-calls return what is reduced already.
+`optimizer.apply` reduces gradients over the ranks, so that a step that only passes them on has the cost of
+one reduction. A step that reads them before (clips, logs a norm, adds them up) would see the gradients of
+this rank. Tracing the step shows which calls of `tape.gradient` are read: the tape returns handles, and an
+operation that uses a handle reads it. Then the step is traced again, and these calls return reduced gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -25,11 +24,13 @@ from tfdist.sharding.layout import layout_of
 from tfdist.step.context import ReplicaContext
 from tfdist.step.local_steps import local_optimizer
 from tfdist.strategies.whole_gradients import gather_flat_gradients, is_part, whole_gradients
+from tfdist.utils.places import replace_at
+from tfdist.utils.temporary import attributes_set
 from tfdist.zero.sharded_gradients import rows_of_gradients
 
 
 def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
-    """Calls a training step of a user's own; what it reads of gradients is global.
+    """Calls a custom training step; the gradients that it reads are global.
 
     Args:
         replica: The replica context, in a Keras step.
@@ -38,15 +39,15 @@ def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
         **kwargs: Its keyword arguments.
 
     Returns:
-        What it returned.
+        The return value of the step.
 
     Raises:
-        ValueError: It reads gradients of which each rank has a part, or gives an optimizer what no
-            reduction makes right.
+        ValueError: It reads gradients of which each rank has a part, or passes gradients to an optimizer for
+            which no reduction gives the gradient of the global batch.
     """
     call = functools.partial(fn, *args, **kwargs)
     if tf.executing_eagerly():
-        with GradientReads(replica, None).under_way():
+        with GradientReads(replica, None).current():
             return call()
     reads = GradientReads(replica, frozenset())
     traced = _traced(reads, call)
@@ -57,13 +58,13 @@ def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
 
 
 def _traced(reads: GradientReads, call: Callable[[], Any]):
-    """The step as a function, which can be dropped again."""
+    """The traced step, which may be discarded."""
 
     @tf.function(autograph=False)
     def step():
-        with reads.under_way():
+        with reads.current():
             outputs = call()
-        # A gradient that is returned as it is has a reader.
+        # A gradient that is returned unchanged is read.
         return tf.nest.map_structure(
             lambda output: tf.identity(output) if tf.is_tensor(output) else output, outputs
         )
@@ -79,7 +80,7 @@ class GradientReads:
         calls: The numbers of the calls that return global gradients; None for all of them.
 
     Attributes:
-        marks: Where gradients come from.
+        marks: The origins of gradients.
     """
 
     def __init__(self, replica: ReplicaContext, calls: frozenset[int] | None):
@@ -88,41 +89,28 @@ class GradientReads:
         self.marks = Marks()
         self._num_calls = 0
         self._is_in_call = False
-        #: Handles, what they stand for, and the numbers of their calls.
+        #: Handles, the gradients that they represent, and the numbers of their calls.
         self._handles: list[tuple[Any, Any, int]] = []
         self._by_memory: dict[int, keras.Variable] = {}
 
-    @contextlib.contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Inside, tapes and optimizers ask here."""
-        replica = self._replica
-        before = replica.gradient_reads, replica.gradient_marks
-        replica.gradient_reads, replica.gradient_marks = self, self.marks
-        try:
-            yield
-        finally:
-            replica.gradient_reads, replica.gradient_marks = before
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which tapes and optimizers use this object."""
+        return attributes_set(self._replica, gradient_reads=self, gradient_marks=self.marks)
 
     def found(self) -> frozenset[int]:
-        """The numbers of the calls whose gradients the step, which was traced, has read."""
+        """The numbers of the calls whose gradients the traced step has read."""
         return frozenset(
             number
             for handle, _, number in self._handles
             if any(part.consumers() for part in parts_of_gradient(handle))
         )
 
-    # -- at the tape ------------------------------------------------------------------------
-
     def gradient(self, original: Callable, tape, target, sources, *args, **kwargs):
-        """What `tape.gradient` returns to the step."""
+        """The result of `tape.gradient` for the step."""
         if self._is_in_call:
             return original(tape, target, sources, *args, **kwargs)
-        self._is_in_call = True
-        try:
-            with rows_of_gradients() as rows:
-                found = original(tape, target, sources, *args, **kwargs)
-        finally:
-            self._is_in_call = False
+        with attributes_set(self, _is_in_call=True), rows_of_gradients() as rows:
+            found = original(tape, target, sources, *args, **kwargs)
         flat = tf.nest.flatten(found)
         variables = [self._variable(source) for source in tf.nest.flatten(sources)]
         places = [
@@ -136,58 +124,51 @@ class GradientReads:
             return found
         some, own = [flat[place] for place in places], [variables[place] for place in places]
         if others_record(tape) or is_called_by_loop(call_step.__code__):
-            # Those of shards were reduced on the way.
+            # Gradients of shards were reduced when they were computed.
             some = gather_flat_gradients([_like(each, each) for each in some], own, rows)
             self.marks.put(some, Origin.LOCAL)
         else:
             some = self._of_a_call(some, own, rows)
-        for place, gradient in zip(places, some, strict=True):
-            flat[place] = gradient
+        replace_at(flat, places, some)
         return tf.nest.pack_sequence_as(found, flat)
 
     def _of_a_call(self, gradients: Sequence, variables: Sequence, rows) -> list:
         number = self._num_calls
         self._num_calls += 1
-        is_global = self._calls is None or number in self._calls
-        if is_global and self._has_parts(variables):
+        if self._calls is None or number in self._calls:
+            if not self._has_parts(variables):
+                found = whole_gradients(gradients, variables, self._replica, rows)
+                self.marks.put(found, Origin.GLOBAL)
+                return found
+            # It is not known in advance whether an eager step reads them.
             if self._calls is not None:
                 raise self._refused()
-            # Of an eager step nobody knows before whether it reads them.
-            is_global = False
-        if is_global:
-            found = whole_gradients(gradients, variables, self._replica, rows)
-            self.marks.put(found, Origin.GLOBAL)
-            return found
-        handles = [
-            _handle(gradient, variable, rows)
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
-        self._handles += [
-            (handle, gradient, number) for handle, gradient in zip(handles, gradients, strict=True)
-        ]
+        handles = []
         for gradient, variable in zip(gradients, variables, strict=True):
+            handles.append(_handle(gradient, variable, rows))
+            self._handles.append((handles[-1], gradient, number))
             if layout_of(variable).flat is not None:
-                # What a loss scale makes of it was reduced, too.
+                # It is reduced, and so are the gradients that a loss scale computes from it.
                 self.marks.put([gradient], Origin.PART)
         self.marks.put(handles, Origin.HANDLE)
         return handles
 
     def _has_parts(self, variables: Sequence) -> bool:
-        """Whether no rank has the whole gradients, or they are not those of one model."""
+        """Whether no rank has the whole gradients, or ranks train different parameters."""
         return local_optimizer(self._model) is not None or any(map(is_part, variables))
 
     def _refused(self) -> ValueError:
         return ValueError(
-            "A training step cannot read gradients whose variables are split over ranks by a tensor, "
-            "pipeline or expert axis, or that an optimizer of `tfdist.addons.slow_links.local_sgd` trains: each rank has "
-            f"a part, or its own. Received: the gradients of a `{type(self._model).__name__}`, read "
-            "before they reach the optimizer. Use `strategy.global_norm(gradients, variables)` or "
+            "A training step cannot read gradients of variables that are split over ranks by a tensor, "
+            "pipeline or expert axis, or that an optimizer of `tfdist.addons.slow_links.local_sgd` trains: each "
+            f"rank has a part, or different ones. Received: the gradients of a `{type(self._model).__name__}`, "
+            "read before they are passed to the optimizer. Use `strategy.global_norm(gradients, variables)` or "
             "`strategy.clip_by_global_norm(gradients, variables, clip_norm)`, or the optimizer's "
             "`clipnorm`, `global_clipnorm` or `clipvalue`."
         )
 
     def _variable(self, source):
-        """The variable that a source of a tape is; None for a tensor."""
+        """The variable of a source of a tape; None for a tensor."""
         if isinstance(source, keras.Variable):
             return source
         if not isinstance(source, tf.Variable):
@@ -196,20 +177,18 @@ class GradientReads:
             self._by_memory = {id(stored_value(each)): each for each in self._model.variables}
         return self._by_memory.get(id(source), source)
 
-    # -- at the optimizer -------------------------------------------------------------------
-
     def behind(self, gradients: Sequence) -> list:
-        """What handles stand for; other gradients as they are."""
+        """Replaces handles by the gradients that they represent."""
         known = {id(handle): own for handle, own, _ in self._handles}
         return [known.get(id(gradient), gradient) for gradient in gradients]
 
     def is_as_taken(self, gradient) -> bool:
-        """Whether there is no gradient, it is sparse, or a tape returned this very one."""
+        """Whether a gradient is None, sparse, or unchanged since a tape returned it."""
         is_dense = tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)
         return not is_dense or any(own is gradient for _, own, _ in self._handles)
 
     def summed(self, reduce: Callable, value):
-        """A sum over the replicas, taken by the step: of gradients it is of the ranks' own."""
+        """A sum over the replicas in the step, in which handles are replaced by local gradients."""
         given = tf.nest.flatten(value)
         sums = reduce(tf.nest.pack_sequence_as(value, self.behind(given)))
         for part, total in zip(given, tf.nest.flatten(sums), strict=True):
@@ -218,24 +197,24 @@ class GradientReads:
         return sums
 
     def origins(self, gradients: Sequence, variables: Sequence) -> list[Origin]:
-        """Of each gradient that an optimizer is given, whether it is global and in which form.
+        """The origins of the gradients that an optimizer receives.
 
         Args:
             gradients: Tensors, IndexedSlices or None.
             variables: Their variables.
 
         Returns:
-            For each `LOCAL`, which is still to be reduced, `GLOBAL` or `PART`.
+            For each gradient `LOCAL`, if it must still be reduced, `GLOBAL` or `PART`.
 
         Raises:
-            ValueError: One is made of global and of local gradients, is a sum over replicas, or is
+            ValueError: One is computed from global and local gradients, is a sum over replicas, or is
                 computed from parts.
         """
         known = {id(own) for _, own, _ in self._handles}
 
         def origin(gradient, variable) -> Origin:
             if gradient is None or id(gradient) in known:
-                # Gradients of shards were reduced as they came.
+                # Gradients of shards were reduced when they were computed.
                 return Origin.LOCAL if layout_of(variable).flat is None else Origin.PART
             return self._origin(gradient, variable)
 
@@ -246,15 +225,15 @@ class GradientReads:
         name = getattr(variable, "path", variable.name)
         if Origin.SUM in found:
             raise ValueError(
-                "An optimizer in a training step of Keras expects the mean of the ranks' gradients, of "
-                f"which their sum is {self._replica.num_replicas_in_sync} times. Received: a gradient of "
-                f"`{name}` that the step has summed over the replicas. Leave the sum out, take the mean, "
-                "or call `apply_gradients(..., skip_gradients_aggregation=True)`."
+                "An optimizer in a training step of Keras requires the mean of the ranks' gradients, and not "
+                f"their sum, which is {self._replica.num_replicas_in_sync} times larger. Received: a gradient "
+                f"of `{name}` that the step has summed over the replicas. Remove the sum, use the mean, or "
+                "call `apply_gradients(..., skip_gradients_aggregation=True)`."
             )
         if Origin.HANDLE in found:
             if tf.executing_eagerly():
                 raise self._refused()
-            return Origin.GLOBAL  # So it will be, when the step is traced again.
+            return Origin.GLOBAL  # It is global when the step is traced again.
         if tf.executing_eagerly() and not found and self._has_parts([variable]):
             raise self._refused()
         if Origin.PART in found:
@@ -263,17 +242,17 @@ class GradientReads:
             return Origin.LOCAL
         if Origin.LOCAL in found:
             raise ValueError(
-                "A gradient cannot be made of a global and a local one. Received: a gradient of "
-                f"`{name}` that is. What a tape returns in a loop, while another tape records, or by "
-                "`jacobian` is this rank's own: give it to the optimizer in a call of its own, or take "
+                "A gradient cannot be computed from both a global and a local one. Received: such a gradient of "
+                f"`{name}`. A gradient that a tape returns in a loop, while another tape records, or by "
+                "`jacobian` is local: pass it to the optimizer in a separate call, or use "
                 "`tf.distribute.get_replica_context().all_reduce('MEAN', gradient)` first."
             )
-        # Rows would come twice, where dense gradients that are the same stay as they are.
+        # A mean keeps equal dense gradients, but would duplicate rows.
         return Origin.GLOBAL if is_same or isinstance(gradient, tf.IndexedSlices) else Origin.LOCAL
 
 
 def _handle(gradient, variable, rows):
-    """What stands for a gradient, of the shape that it has in one process."""
+    """A handle for a gradient, with the shape of the gradient in one process."""
     shard = layout_of(variable).flat
     if shard is None:
         return _like(gradient, gradient)
@@ -283,7 +262,7 @@ def _handle(gradient, variable, rows):
 
 
 def _like(gradient, found):
-    """A tensor of its own with the values of a gradient."""
+    """A new tensor with the values of a gradient."""
     if not isinstance(found, tf.IndexedSlices):
         return tf.identity(found)
     return tf.IndexedSlices(

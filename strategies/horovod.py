@@ -1,4 +1,4 @@
-"""`HorovodStrategy`: ranks that horovodrun or mpirun started, over Horovod."""
+"""`HorovodStrategy`: ranks that horovodrun or mpirun started, with Horovod's collectives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class HorovodStrategy(ParallelStrategy):
     ```
 
     Args:
-        mesh: How the ranks are laid out; all on the data axis by default.
-        engine: A `HorovodEngine` that already runs, in place of a new one for `mesh`.
-        watchdog_seconds: As in `ParallelStrategy`; also how long the ranks may take to meet.
-        **options: Others of `ParallelStrategy`.
+        mesh: The mesh of the ranks; all ranks are on the data axis by default.
+        engine: A running `HorovodEngine`, in place of a new one for `mesh`.
+        watchdog_seconds: As in `ParallelStrategy`; also the timeout of the rendezvous of the ranks.
+        **options: Other options of `ParallelStrategy`.
 
     Raises:
         ImportError: Horovod is not installed.
-        ValueError: The mesh does not fill the world.
+        ValueError: The mesh does not match the number of ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`LocalStrategy`: this process alone."""
+"""`LocalStrategy`: a single process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tfdist.strategies.parallel import ParallelStrategy, check_options
 
 
 class LocalStrategy(ParallelStrategy):
-    """One rank: a script that is written for many runs as it is.
+    """One rank, for scripts that are written for many.
 
     Args:
         mesh: A mesh of one rank.
         engine: A `LocalEngine`, in place of a new one.
-        **options: Those of `ParallelStrategy`.
+        **options: The options of `ParallelStrategy`.
 
     Raises:
-        ValueError: The mesh wants more than one rank.
+        ValueError: The mesh has more than one rank.
     """
 
     def __init__(self, mesh: Mesh | None = None, *, engine: Engine | None = None, **options):

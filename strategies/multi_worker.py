@@ -1,4 +1,4 @@
-"""`MultiWorkerStrategy`: the workers of TF_CONFIG, over TensorFlow's own collectives."""
+"""`MultiWorkerStrategy`: the workers of TF_CONFIG, with TensorFlow's collectives."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tfdist.utils import checks
 
 
 class MultiWorkerStrategy(ParallelStrategy):
-    """What `tf.distribute.MultiWorkerMirroredStrategy` is to Keras 2, for Keras 3.
+    """The counterpart for Keras 3 of `tf.distribute.MultiWorkerMirroredStrategy` for Keras 2.
 
-    Needs no Horovod and no compiler. Make it before any other use of TensorFlow in the process:
-    TensorFlow joins a cluster before its first operation or not at all.
+    Requires neither Horovod nor a compiler. Create it before any other use of TensorFlow in the process:
+    TensorFlow can join a cluster only before its first operation.
 
     Args:
-        mesh: How the workers are laid out; all on the data axis by default.
-        engine: A `TensorFlowEngine` that already runs, in place of a new one for `mesh`.
+        mesh: The mesh of the workers; all workers are on the data axis by default.
+        engine: A running `TensorFlowEngine`, in place of a new one for `mesh`.
         communication: "auto", "ring" or "nccl", for a new engine.
-        p2p: Whether operations go peer to peer, in groups of up to 8 ranks on CPUs.
-            `tfdist-install-horovod` builds the library for it.
-        watchdog_seconds: As in `ParallelStrategy`; also how long the ranks may take to meet.
-        **options: Others of `ParallelStrategy`.
+        p2p: Whether to use peer-to-peer collectives, in groups of up to 8 ranks on CPUs.
+            `tfdist-install-horovod` builds the library for them.
+        watchdog_seconds: As in `ParallelStrategy`; also the timeout of the rendezvous of the ranks.
+        **options: Other options of `ParallelStrategy`.
 
     Raises:
-        ValueError: TF_CONFIG is malformed, or the mesh does not fill the cluster.
+        ValueError: TF_CONFIG is malformed, or the mesh does not match the number of workers.
         RuntimeError: TensorFlow was used before.
     """
 

@@ -1,4 +1,4 @@
-"""One source of chance: ranks that draw alike shuffle alike and start from the same weights."""
+"""The random state, which all ranks share: equal shuffling and equal initial weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tfdist.data.random_state import (
 
 
 def share_random_state(group: Group) -> None:
-    """Gives every rank the random state of the group's first: Python's, NumPy's, TensorFlow's.
+    """Broadcasts the random state of the group's first rank: that of Python, NumPy and TensorFlow.
 
-    Initializers, `fit(shuffle=True)` and `Dataset.shuffle` then draw the same on all ranks,
-    whether or not the user set a seed, and whatever one of them has drawn alone. TensorFlow without
-    a global seed gets one, drawn by the first rank.
+    Initializers, `fit(shuffle=True)` and `Dataset.shuffle` then draw the same numbers on all ranks, whether or
+    not the user has set a seed, and regardless of earlier draws on single ranks. If TensorFlow has no global
+    seed, the first rank draws one.
     """
     if group.size == 1:
         return

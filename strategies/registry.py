@@ -1,4 +1,4 @@
-"""Strategies of other packages, which `auto` asks first."""
+"""Strategies of other packages, which `auto` tries first."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tfdist.utils import checks
 
 @dataclasses.dataclass(frozen=True)
 class Registered:
-    """A kind of strategy.
+    """A registered strategy.
 
     Attributes:
-        name: What it is called in messages.
-        detect: Whether this process was started for it.
-        make: Makes it; called with the mesh and the options that `auto` was given.
+        name: Its name in messages.
+        detect: Returns whether this process was started for it.
+        make: Creates it from the mesh and the options of `auto`.
     """
 
     name: str
@@ -32,15 +32,15 @@ _registered: dict[str, Registered] = {}
 def register_strategy(
     name: str, detect: Callable[[], bool], make: Callable[..., tf.distribute.Strategy]
 ) -> None:
-    """Has `tfdist.strategies.auto` return a strategy where it detects that it is wanted.
+    """Registers a strategy that `tfdist.strategies.auto` returns if the launch is for it.
 
-    `auto` asks in the order of registration, and before it looks for launchers of its own. A name that
-    is registered again replaces the strategy of that name.
+    `auto` tries registered strategies in the order of registration, before the built-in ones. Registering a
+    name again replaces the strategy of that name.
 
     Args:
-        name: What the strategy is called in messages.
-        detect: Whether this process was started for it, as an environment variable may say.
-        make: Called as `make(mesh, **options)` with what `auto` was given; returns the strategy.
+        name: The name of the strategy in messages.
+        detect: Returns whether this process was started for it, for example from an environment variable.
+        make: Called as `make(mesh, **options)` with the arguments of `auto`; returns the strategy.
 
     Raises:
         TypeError: An argument has another type.
@@ -52,5 +52,5 @@ def register_strategy(
 
 
 def registered() -> list[Registered]:
-    """All that are registered, in order."""
+    """The registered strategies, in order."""
     return list(_registered.values())

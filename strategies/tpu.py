@@ -1,4 +1,4 @@
-"""TPUs: TensorFlow's own strategy for them, resolved and initialized."""
+"""TPUs: TensorFlow's strategy for them, resolved and initialized."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from tfdist.utils.untested import say_untested
 
 
 class NoTPUError(TfdistError, RuntimeError):
-    """There is no TPU of that name, or it does not answer."""
+    """There is no TPU with the given name, or it does not respond."""
 
 
 def tpu(name: str = "local") -> tf.distribute.TPUStrategy:
-    """Finds a TPU, starts it, and returns a strategy for its cores.
+    """Finds a TPU, initializes it, and returns a strategy for its cores.
 
-    A TPU's cores are one process's devices, which TensorFlow and XLA keep together: tfdist's engines
-    and meshes have no part in it. Keras trains under the strategy as under any other of
-    `tf.distribute`; compute in "mixed_bfloat16", give batches of one size (`drop_remainder=True`),
-    and run many steps at a time (`compile(steps_per_execution=...)`).
+    The cores of a TPU are devices of one process, which TensorFlow and XLA synchronize: tfdist's engines and
+    meshes are not used. Keras trains under the strategy as under any other of `tf.distribute`. Compute in
+    "mixed_bfloat16", use batches of one size (`drop_remainder=True`), and run many steps per execution
+    (`compile(steps_per_execution=...)`).
 
-    Call it before any other use of TensorFlow in the process: starting a TPU clears the state of
-    the runtime. Up to the devices' border it is tested against fakes: tfdist's tests have no TPU.
+    Call it before any other use of TensorFlow in the process: initializing a TPU clears the state of the
+    runtime. tfdist's tests have no TPU, and replace its devices by fakes.
 
     Args:
-        name: The name of a Cloud TPU, its address as "grpc://10.0.0.2:8470", or "local" on the
-            TPU's own machine.
+        name: The name of a Cloud TPU, its address such as "grpc://10.0.0.2:8470", or "local" on the machine
+            of the TPU.
 
     Raises:
-        ValueError: The name is empty, or no text.
-        NoTPUError: There is none.
+        ValueError: The name is not a non-empty string.
+        NoTPUError: There is no such TPU.
     """
     checks.text("name", name)
     try:
@@ -40,6 +40,6 @@ def tpu(name: str = "local") -> tf.distribute.TPUStrategy:
         strategy = tf.distribute.TPUStrategy(resolver)
     except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
         said = checks.one_line(error)
-        raise NoTPUError(f"There is no TPU {name!r}: {type(error).__name__}: {said}") from error
+        raise NoTPUError(f"TPU {name!r} not found: {type(error).__name__}: {said}") from error
     say_untested("a TPU")
     return strategy

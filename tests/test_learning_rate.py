@@ -144,11 +144,11 @@ def _mean_prediction(y_true, y_pred):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"replicas": 0}, r"`replicas` is .* Received: replicas=0"),
+        ({"replicas": 0}, r"`replicas` must be .* Received: replicas=0"),
         ({"replicas": -2}, "Received: replicas=-2"),
         ({"replicas": 2.0}, r"Received: replicas=2\.0"),
         ({"replicas": True}, "Received: replicas=True"),
-        ({"rule": "cubic"}, "`rule` is one of .*'sqrt'.* Received: rule='cubic'"),
+        ({"rule": "cubic"}, "`rule` must be one of .*'sqrt'.* Received: rule='cubic'"),
         ({"learning_rate": 0.0}, r"Received: learning_rate=0\.0"),
         ({"learning_rate": -1.0}, r"Received: learning_rate=-1\.0"),
         ({"learning_rate": float("nan")}, "Received: learning_rate=nan"),

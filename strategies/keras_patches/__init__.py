@@ -1,9 +1,8 @@
-"""Where tfdist meets Keras' own code: every function of Keras that it wraps, and why.
+"""The patched functions of Keras, and the reason for each.
 
-`model.fit` is Keras' program, and most of what a strategy must know reaches it through
-`tf.distribute`. What does not is wrapped here, once, when the first strategy is made. Each patch
-calls Keras' own function, changes nothing outside of a tfdist strategy, and checks the signature
-that it relies on, so a Keras that moved is told apart at once.
+`model.fit` is code of Keras, which calls strategies through `tf.distribute`. Functions that need more are
+patched here, once, when the first strategy is created. Each patch calls Keras' original function, has no effect
+outside a tfdist strategy, and checks the signature that it relies on, so that an incompatible Keras is detected.
 """
 
 from tfdist.backend.keras.patching import apply_patches
@@ -50,7 +49,7 @@ _MODULES = (
 
 
 def install() -> None:
-    """Wraps Keras' functions; a second call does nothing."""
+    """Patches Keras' functions; a second call does nothing."""
     check_signatures()
     for module in _MODULES:
         apply_patches(module.PATCHES)

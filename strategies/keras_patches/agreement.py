@@ -1,7 +1,7 @@
-"""Whether all ranks call `fit`, `evaluate` and `predict` with like arguments, told before a step.
+"""A check before the first step that all ranks call `fit`, `evaluate` or `predict` with the same arguments.
 
-Ranks whose data differ in length run different numbers of steps, and wait for each other for ever.
-Lengths, dtypes and shapes are compared, not values: that is one small message.
+Ranks with data of different lengths would run different numbers of steps, and wait for each other forever.
+Lengths, dtypes and shapes are compared in one small message, but not values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from absl import logging
 from tfdist.collectives.objects import all_gather_object
 from tfdist.data.sharding import is_per_rank
 from tfdist.runtime.plugins import load_plugins
+from tfdist.utils.places import places_by
 from tfdist.watchdog.hints import ARGUMENTS
-from tfdist.watchdog.report import rank_words
+from tfdist.watchdog.report import format_ranks
 
-#: Arguments that are data, and those that say how many steps there are.
+#: Arguments with data, and arguments that determine the number of steps.
 _DATA = ("x", "y", "sample_weight", "validation_data")
 _NUMBERS = (
     "batch_size",
@@ -33,7 +34,7 @@ _NUMBERS = (
     "validation_split",
     "validation_steps",
 )
-#: The environment variable that silences the warning of unlike batches.
+#: The environment variable that disables the warning of different batches.
 COMPARE = "TFDIST_COMPARE_BATCHES"
 _MOST_SHOWN = 4
 _MOST_PARTS = 64
@@ -42,16 +43,16 @@ _MOST_PARTS = 64
 def check_agreement(
     strategy, kind: str, arguments: Mapping[str, Any], hooks: Sequence = ()
 ) -> None:
-    """Compares the arguments of all ranks; each of them calls this.
+    """Compares the arguments of all ranks; all of them must call this.
 
     Args:
         strategy: The strategy.
         kind: "fit", "evaluate" or "predict".
-        arguments: By name.
-        hooks: The hooks around the call.
+        arguments: The arguments, by name.
+        hooks: The hooks of the call.
 
     Raises:
-        ValueError: They differ; on all ranks.
+        ValueError: Arguments differ; raised on all ranks.
     """
     own = _facts(arguments)
     if plugins := load_plugins():
@@ -65,17 +66,17 @@ def check_agreement(
     kinds = [other for other, _, _ in every]
     if len(set(kinds)) > 1:
         raise ValueError(
-            f"All ranks call the same of `fit`, `evaluate` and `predict`. Received: {_by_rank(kinds)}."
+            "All ranks must call the same method: `fit`, `evaluate` or `predict`. Received: "
+            f"{_by_rank(kinds)}."
         )
     facts = [other for _, other, _ in every]
-    names = dict.fromkeys(name for other in facts for name in other)
-    for name in names:
+    for name in dict.fromkeys(name for other in facts for name in other):
         values = [other.get(name, "nothing") for other in facts]
         if len(set(values)) > 1:
             raise ValueError(
-                f"All ranks call `{kind}` with the same data and the same numbers of steps. "
-                f"Received: `{name}` is {_by_rank(values)}. Give every rank the whole data, of whose "
-                "batches the strategy takes each rank's rows, or each its own by "
+                f"All ranks must call `{kind}` with the same data and the same number of steps. "
+                f"Received: `{name}` is {_by_rank(values)}. Pass the whole data on every rank, from which "
+                "the strategy selects the rows of each rank, or create a dataset for each rank with "
                 "`strategy.distribute_datasets_from_function`."
             )
     if strategy.is_chief:
@@ -83,44 +84,42 @@ def check_agreement(
 
 
 def compare_first_batches(strategy, digest: int) -> None:
-    """Warns where the ranks' first global batches differ; each of them calls this.
+    """Logs a warning if the first global batches of the ranks differ; all of them must call this.
 
     Args:
         strategy: The strategy.
-        digest: That of this rank's batch, before its rows were taken.
+        digest: The digest of this rank's global batch.
     """
     every = all_gather_object(digest, strategy.group(), name="first-batch")
     if len(set(every)) == 1 or not strategy.is_chief or os.environ.get(COMPARE) == "0":
         return
     others = [rank for rank, other in enumerate(every) if other != every[0]]
     logging.warning(
-        "tfdist: ranks iterate the same batches, of which each takes its own rows. Received: in `fit` "
-        "another first batch on %s than on rank 0, so rows are lost or seen twice. Either the data are cut "
-        "by rank before, as by `ds.shard(size, rank)`: leave that out, or give them by "
-        "`strategy.distribute_datasets_from_function`; or the pipeline draws random values on each rank, "
-        "as of a NumPy generator without a seed: seed it alike. %s=0 leaves this warning out.",
-        rank_words(others),
+        "tfdist: all ranks must iterate over the same batches, of which each uses its own rows. Received: "
+        "in `fit`, a different first batch on %s than on rank 0, so rows are lost or used twice. If the "
+        "data are sharded by rank, for example by `ds.shard(size, rank)`, remove that, or pass them by "
+        "`strategy.distribute_datasets_from_function`. If the pipeline draws random values, for example "
+        "from a NumPy generator, use the same seed on all ranks. %s=0 disables this warning.",
+        format_ranks(others),
         COMPARE,
     )
 
 
 def describe(value: Any) -> str:
-    """The structure, dtypes and shapes of data, as far as they have to be alike on all ranks."""
+    """The structure, dtypes and shapes of data that must be the same on all ranks."""
     if isinstance(value, tf.data.Dataset):
         if is_per_rank(value):
-            return "a data set of the rank's own"
+            return "the rank's own dataset"
         batches = int(value.cardinality())
-        begins = {
-            tf.data.INFINITE_CARDINALITY: "an endless data set",
-            tf.data.UNKNOWN_CARDINALITY: "a data set",
+        kinds = {
+            tf.data.INFINITE_CARDINALITY: "an infinite dataset",
+            tf.data.UNKNOWN_CARDINALITY: "a dataset",
         }
-        begin = begins.get(batches, f"a data set of {batches} batches")
-        return f"{begin}{_specs(value.element_spec)}"
+        found = kinds.get(batches, f"a dataset of {batches} batches")
+        return f"{found}{_specs(value.element_spec)}"
     if isinstance(value, Mapping):
-        inner = ", ".join(
-            f"{key}: {describe(each)}" for key, each in sorted(value.items(), key=str)
-        )
-        return f"{{{inner}}}"
+        items = sorted(value.items(), key=str)
+        return f"{{{', '.join(f'{key}: {describe(each)}' for key, each in items)}}}"
     if isinstance(value, tuple | list) and not _is_of_numbers(value):
         if len(value) > _MOST_PARTS:
             return f"a {type(value).__name__} of {len(value)}"
@@ -129,8 +128,7 @@ def describe(value: Any) -> str:
         return repr(value)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None and isinstance(value, tuple | list):
-        value = np.asarray(value)
-        shape, dtype = value.shape, value.dtype
+        shape, dtype = np.shape(value), np.asarray(value).dtype
     if shape is not None:
         name = getattr(dtype, "name", str(dtype)) if dtype is not None else type(value).__name__
         return f"{name} of shape {tuple(shape)}"
@@ -139,22 +137,19 @@ def describe(value: Any) -> str:
 
 
 def _facts(arguments: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    has_steps = arguments.get("steps_per_epoch") or arguments.get("steps")
-    for name in _DATA:
-        value = arguments.get(name)
-        # With a number of steps nobody counts batches.
-        if value is not None and not (has_steps and isinstance(value, tf.data.Dataset)):
-            found[name] = describe(value)
-    for name in _NUMBERS:
-        value = arguments.get(name)
-        if value is not None:
-            found[name] = repr(value)
-    return found
+    given = {name: value for name, value in arguments.items() if value is not None}
+    has_steps = given.get("steps_per_epoch") or given.get("steps")
+    found = {
+        name: describe(given[name])
+        for name in _DATA
+        # With a number of steps the length of a dataset does not matter.
+        if name in given and not (has_steps and isinstance(given[name], tf.data.Dataset))
+    }
+    return found | {name: repr(given[name]) for name in _NUMBERS if name in given}
 
 
 def _specs(spec) -> str:
-    """An element of a data set without its number of rows, which drop_remainder decides."""
+    """The elements of a dataset, without the number of rows, which depends on drop_remainder."""
     shown = [
         f"{part.dtype.name}{list(part.shape[1:]) if part.shape.rank else ''}"
         for part in tf.nest.flatten(spec)
@@ -168,14 +163,11 @@ def _is_of_numbers(value: Sequence) -> bool:
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Which rank has what: one entry for each value."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    shown = []
+    """The values with their ranks, for messages."""
+    ranks, shown = places_by(values), []
     for value, some in list(ranks.items())[:_MOST_SHOWN]:
         more = ", ..." if len(some) > 8 else ""
-        shown.append(f"{value} on {rank_words(some[:8])}{more}")
+        shown.append(f"{value} on {format_ranks(some[:8])}{more}")
     left = len(ranks) - len(shown)
     return "; ".join(shown) + (f"; and {left} others" if left else "")
 
@@ -187,7 +179,7 @@ def _notice_large_batch(kind: str, arguments: Mapping[str, Any]) -> None:
     rows = shape[0] if shape is not None and len(shape) else None
     if kind == "fit" and isinstance(batch_size, int) and rows is not None and batch_size > rows:
         logging.warning(
-            "tfdist: batch_size=%d is more than the data has, %d rows: an epoch is one step.",
+            "tfdist: batch_size=%d is larger than the data, %d rows: an epoch is one step.",
             batch_size,
             rows,
         )

@@ -1,4 +1,4 @@
-"""Losses over a whole batch: Keras' own are given the rows of all ranks, and others are asked about."""
+"""Losses over a whole batch: those of Keras receive the rows of all ranks; others may cause a warning."""
 
 from __future__ import annotations
 
@@ -13,95 +13,84 @@ import keras
 from tfdist.backend.keras.attributes import loss_arguments, metric_arguments, metric_function
 from tfdist.backend.keras.patching import Patch
 from tfdist.layers.whole_batch import all_rows, compares_rows, is_declared
-from tfdist.step.context import current_replica, current_step
+from tfdist.step.context import current_replica
+from tfdist.utils.temporary import attributes_set
 
 _logger = logging.getLogger("tfdist")
 
 
 class _Local(threading.local):
-    #: What computes a loss or a metric now, and whether it has gathered rows.
+    #: The current loss or metric, and the number of gathers before it.
     source: Any = None
     gathers: int = 0
     is_of_whole_batch: bool = False
 
 
 _local = _Local()
-_noticed: set[str] = set()
+_warned: set[str] = set()
+_SAMPLES = ("self", "y_true", "y_pred", "sample_weight")
 
 
 def of_whole_batch() -> bool:
-    """Whether a loss is computed from the rows of all ranks, so that its value is everybody's."""
+    """Whether the current loss is computed from the rows of all ranks, so that all have its value."""
     return _local.is_of_whole_batch
 
 
-def notice_scalar(values) -> None:
-    """Warns once of a function of the user's own whose value for a batch is one number.
+def warn_of_scalar(values) -> None:
+    """Logs a warning, once, for a custom function that returns one number for a batch.
 
     Args:
-        values: What it has returned.
+        values: Its return value.
     """
     source, replica = _local.source, current_replica()
     if source is None or replica is None or len(getattr(values, "shape", (None,))):
         return
     is_known = is_declared(source) or getattr(source, "__module__", "").startswith("keras.")
-    # What has gathered rows by itself is of all of them.
+    # A function that has gathered rows has the value of all of them.
     if is_known or replica.num_gathers > _local.gathers or not replica.strategy.is_chief:
         return
     name = str(getattr(source, "__name__", None) or getattr(source, "name", type(source).__name__))
-    if name not in _noticed:
-        _noticed.add(name)
+    if name not in _warned:
+        _warned.add(name)
         _logger.warning(
-            "`%s` has one value for a batch, of which each rank has some rows: the mean of the ranks' "
-            "values is used. If it is a mean over rows, say so by tfdist.layers.mean_of_rows(%s); else "
-            "tfdist.layers.over_batch(%s) gives it the rows of the whole batch.",
+            "`%s` returns one value for a batch, of which each rank has some rows: the mean of the ranks' "
+            "values is used. If it is a mean over rows, declare it with tfdist.layers.mean_of_rows(%s). "
+            "Otherwise tfdist.layers.over_batch(%s) passes the rows of the whole batch to it.",
             name,
             name,
             name,
         )
 
 
-@contextlib.contextmanager
-def _computing(source: Any, *, of_whole_batch: bool) -> Iterator[None]:
-    replica = current_replica()
-    before = _local.source, _local.gathers, _local.is_of_whole_batch
-    _local.source = source
-    _local.gathers = 0 if replica is None else replica.num_gathers
-    _local.is_of_whole_batch = of_whole_batch
-    try:
-        yield
-    finally:
-        _local.source, _local.gathers, _local.is_of_whole_batch = before
-
-
 def _call_loss(self, y_true, y_pred, sample_weight=None, *, original):
-    if current_step() is None:
-        return original(self, y_true, y_pred, sample_weight)
     function = getattr(self, "fn", None)
-    is_whole = compares_rows(function, loss_arguments(self, {}))
-    if is_whole:
-        y_true, y_pred, sample_weight = all_rows((y_true, y_pred, sample_weight))
-    source = self if function is None else function
-    with _computing(source, of_whole_batch=is_whole):
-        return original(self, y_true, y_pred, sample_weight)
+    source, arguments = self if function is None else function, loss_arguments(self, {})
+    with _samples(source, function, arguments, (y_true, y_pred, sample_weight)) as samples:
+        return original(self, *samples)
 
 
 def _update_metric(self, y_true, y_pred, sample_weight=None, *, original):
-    if current_step() is None:
-        return original(self, y_true, y_pred, sample_weight)
-    function = metric_function(self)
-    is_whole = compares_rows(function, metric_arguments(self))
+    function, arguments = metric_function(self), metric_arguments(self)
+    with _samples(function, function, arguments, (y_true, y_pred, sample_weight)) as samples:
+        return original(self, *samples)
+
+
+@contextlib.contextmanager
+def _samples(source: Any, function: Any, arguments: dict, samples: tuple) -> Iterator[tuple]:
+    """The samples for a loss or metric: in a Keras step, those of all ranks if it compares rows."""
+    replica = current_replica()
+    if replica is None or replica.step is None:
+        yield samples
+        return
+    is_whole = compares_rows(function, arguments)
     if is_whole:
-        y_true, y_pred, sample_weight = all_rows((y_true, y_pred, sample_weight))
-    with _computing(function, of_whole_batch=is_whole):
-        return original(self, y_true, y_pred, sample_weight)
+        samples = all_rows(samples)
+    gathers = replica.num_gathers
+    with attributes_set(_local, source=source, gathers=gathers, is_of_whole_batch=is_whole):
+        yield samples
 
 
 PATCHES = (
-    Patch(keras.losses.Loss, "__call__", ("self", "y_true", "y_pred", "sample_weight"), _call_loss),
-    Patch(
-        keras.metrics.MeanMetricWrapper,
-        "update_state",
-        ("self", "y_true", "y_pred", "sample_weight"),
-        _update_metric,
-    ),
+    Patch(keras.losses.Loss, "__call__", _SAMPLES, _call_loss),
+    Patch(keras.metrics.MeanMetricWrapper, "update_state", _SAMPLES, _update_metric),
 )

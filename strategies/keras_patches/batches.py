@@ -1,4 +1,4 @@
-"""`train_on_batch`, `test_on_batch` and `predict_on_batch`: this rank's rows of a batch that all are given."""
+"""`train_on_batch`, `test_on_batch` and `predict_on_batch`: this rank's rows of a batch on all ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.data.sharding import row_range
 from tfdist.step.context import strategy_of
-from tfdist.strategies.keras_patches.local_steps import global_parameters
+from tfdist.step.local_steps import global_parameters
 from tfdist.strategies.keras_patches.models import adopt_optimizers, refuse_xla, strategy_of_ranks
 
 
 def _predict_on_batch(self, x, *, original):
     if strategy_of_ranks(self) is None:
         return original(self, x)
-    rows = _first(x).shape[0]
-    return self.predict(x, batch_size=rows, verbose=0)
+    return self.predict(x, batch_size=_num_rows(x), verbose=0)
 
 
 def _train_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwargs):
@@ -34,39 +33,35 @@ def _test_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwarg
 
 
 def _own_rows(model, batch):
-    """This rank's rows and tokens of a batch; all rows on all ranks where they do not divide.
+    """This rank's rows and tokens of a batch; all rows on all ranks if their number is not divisible.
 
-    Both give the single process's update. A graph is made for the shapes that it is given, and
-    takes those to be the same on all ranks, so rows are never split unevenly here.
+    Both give the update of a single process. Rows are never split unevenly here, because a graph is traced for
+    the shapes of its arguments, and assumes that they are the same on all ranks.
     """
     strategy = strategy_of_ranks(model)
     if strategy is None:
         return batch
     refuse_xla(model, strategy)
     strategy.extended.batch_logs_read.assign(True)
-    group = strategy.row_group
-    rows = _first(batch).shape[0]
-    own = batch
+    group, tokens, rows = strategy.row_group, strategy.token_group, _num_rows(batch)
     if rows % group.size == 0:
         start, end = row_range(rows, group.size, group.rank)
-        own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
-    tokens = strategy.token_group
+        batch = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
     if tokens.size == 1:
-        return own
+        return batch
     from tfdist.data.tokens import own_tokens
 
-    return own_tokens(own, tokens.size, tokens.rank, even=True)
+    return own_tokens(batch, tokens.size, tokens.rank, even=True)
 
 
-def _first(batch):
-    """The first part of a batch that is there: optional inputs may be None."""
-    return next(part for part in tf.nest.flatten(batch) if part is not None)
+def _num_rows(batch) -> int:
+    return next(part for part in tf.nest.flatten(batch) if part is not None).shape[0]
 
+
+_BATCH = ("self", "x", "y", "sample_weight")
 
 PATCHES = (
     Patch(TensorFlowTrainer, "predict_on_batch", ("self", "x"), _predict_on_batch),
-    Patch(
-        TensorFlowTrainer, "train_on_batch", ("self", "x", "y", "sample_weight"), _train_on_batch
-    ),
-    Patch(TensorFlowTrainer, "test_on_batch", ("self", "x", "y", "sample_weight"), _test_on_batch),
+    Patch(TensorFlowTrainer, "train_on_batch", _BATCH, _train_on_batch),
+    Patch(TensorFlowTrainer, "test_on_batch", _BATCH, _test_on_batch),
 )

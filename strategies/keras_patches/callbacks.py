@@ -1,4 +1,4 @@
-"""Callbacks on many ranks: all decide alike, the chief alone writes."""
+"""Callbacks on many ranks: all ranks make the same decisions, and only the chief writes files."""
 
 from __future__ import annotations
 
@@ -18,60 +18,57 @@ from tfdist.strategies.keras_patches.synchronization import (
 )
 from tfdist.strategies.keras_patches.writers import WRITERS, note_restores, silence
 
-__all__ = ["callbacks_of_rank", "check_callbacks", "reads_batch_logs"]
-
 _BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end", "on_predict_batch_end")
 
 
 def callbacks_of_rank(callbacks: Sequence, strategy, *, training: bool) -> list:
-    """Returns the callbacks that this rank runs.
+    """Returns the callbacks to run on this rank.
 
-    The list is framed by two of tfdist's own, which bring the ranks together before the others
-    look at the model. Callbacks of the user's own run on every rank: they see the same logs, and
-    one that writes files asks `strategy.is_chief`.
+    The first and the last callback are of tfdist, and synchronize the ranks before the others read the model.
+    Custom callbacks run on every rank: they receive the same logs, and should check `strategy.is_chief` before
+    they write files.
 
     Args:
-        callbacks: The user's, the same on all ranks.
+        callbacks: The user's callbacks, the same on all ranks.
         strategy: The strategy.
         training: Whether they are for `fit`.
     """
     own = list(callbacks)
     if not strategy.is_chief:
-        own = [follower for callback in own if (follower := _on_follower(callback)) is not None]
+        own = [each for each in own if type(each) not in WRITERS or _reads_the_model(each)]
+        for callback in own:
+            silence(callback)
     if not training:
         return own
-    backups = [c for c in own if isinstance(c, keras.callbacks.BackupAndRestore)]
-    return [_AgreeFirst(strategy, backups), *own, _AgreeLast(strategy)]
+    return [_AgreeFirst(strategy, list(filter(_is_backup, own))), *own, _AgreeLast(strategy)]
 
 
 def check_callbacks(callbacks: Sequence, model) -> None:
-    """Refuses what a model on many ranks cannot do.
+    """Checks that callbacks are supported for a model.
 
     Raises:
-        ValueError: A backup of a pipeline, whose files lack the optimizer's state.
+        ValueError: A pipeline with BackupAndRestore, whose files lack the optimizer's state.
     """
-    is_pipeline = bool(role_of(model).axes)
-    if is_pipeline and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+    if role_of(model).axes and any(map(_is_backup, callbacks)):
         raise ValueError(
-            "Keras' files do not hold the optimizer's state of a pipeline, so training would not "
-            "go on as it was. Received: BackupAndRestore for a PipelineModel. Take ModelCheckpoint "
-            "for the weights."
+            "BackupAndRestore is not supported for a PipelineModel: Keras' files lack the optimizer's "
+            "state of a pipeline. Received: BackupAndRestore. Use ModelCheckpoint for the weights."
         )
 
 
 def reads_batch_logs(callbacks: Sequence) -> bool:
-    """Whether some callback may look at the logs of a single batch."""
-    return any(
-        _overrides(callback, name)
-        for callback in callbacks
-        if not _ignores_batch_logs(callback)
-        for name in _BATCH_ENDS
-    )
+    """Whether a callback may read the logs of a single batch."""
+    reading = [callback for callback in callbacks if not _ignores_batch_logs(callback)]
+    return any(_overrides(callback, name) for callback in reading for name in _BATCH_ENDS)
+
+
+def _is_backup(callback) -> bool:
+    return isinstance(callback, keras.callbacks.BackupAndRestore)
 
 
 def _ignores_batch_logs(callback) -> bool:
     return (
-        isinstance(callback, keras.callbacks.BackupAndRestore)
+        _is_backup(callback)
         or (isinstance(callback, FitHook) and not callback.reads_batch_logs)
         or (isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq == "epoch")
         or (isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch")
@@ -83,26 +80,18 @@ def _overrides(callback, name: str) -> bool:
     return getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name)
 
 
-def _on_follower(callback):
-    """What stands for a callback on a rank that does not write; None if nothing has to."""
-    if type(callback) in WRITERS and not _reads_the_model(callback):
-        return None
-    silence(callback)
-    return callback
-
-
 def _reads_the_model(callback) -> bool:
-    """Whether one of Keras' own writers takes a step that all ranks have to take with it."""
+    """Whether a writer of Keras requires the other ranks."""
     return isinstance(callback, keras.callbacks.TensorBoard) and bool(
-        # Weights that are split, as under ZeRO-3, are gathered where they are read.
+        # Reading split weights, as under ZeRO-3, is a collective.
         callback.embeddings_freq or callback.histogram_freq
     )
 
 
 class _AgreeFirst(keras.callbacks.Callback):
-    """Runs before the user's callbacks: what they read of the model is every rank's."""
+    """Runs before the user's callbacks, so that all ranks have the same model for them."""
 
-    # Keras may then call the callbacks of a batch without waiting for it.
+    # Keras may call the callbacks of a batch without waiting for it.
     async_safe = True
 
     def __init__(self, strategy, backups: Sequence):
@@ -126,7 +115,7 @@ class _AgreeFirst(keras.callbacks.Callback):
 
 
 class _AgreeLast(keras.callbacks.Callback):
-    """Runs after the user's callbacks: what they restored on the chief reaches every rank."""
+    """Runs after the user's callbacks, to broadcast the state that they restored on the chief."""
 
     async_safe = True
 
@@ -135,16 +124,14 @@ class _AgreeLast(keras.callbacks.Callback):
         self._strategy = strategy
 
     def on_epoch_end(self, epoch, logs=None):
-        # A callback of the user's own may have looked at more than the logs.
+        # A custom callback may decide by values that differ between ranks.
         stop = tf.constant(bool(self.model.stop_training))
         stop = all_reduce(stop, self._strategy.group(), "max", name="stop-training")
         self.model.stop_training = bool(stop)
 
     def on_train_begin(self, logs=None):
-        group = self._strategy.group()
         restoring.discard(self._strategy)
         broadcast_variables(self.model)
-        # Keras' own place for what a callback restored: `fit` reads it right after this.
-        self.model._initial_epoch = broadcast_object(
-            self.model._initial_epoch, group, name="initial-epoch"
-        )
+        # Keras' attribute for the epoch that a callback restored: `fit` reads it right after this.
+        epoch, group = self.model._initial_epoch, self._strategy.group()
+        self.model._initial_epoch = broadcast_object(epoch, group, name="initial-epoch")

@@ -1,4 +1,4 @@
-"""The states of metrics over all ranks: each counts its own samples."""
+"""The states of metrics over all ranks, each of which counts its own samples."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import loss_variables
 from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.layers.whole_batch import aggregation_of
+from tfdist.sharding.parts import flattened, unflattened
 from tfdist.step.context import DistributedStrategy, ModelRole, role_of
+from tfdist.utils.places import replaced_by_key
 
 
 def states_on_read(metrics: Sequence) -> list:
-    """The variables of metrics in which each rank counts."""
+    """The variables of metrics in which each rank counts separately."""
     return [
         variable
         for metric in metrics
@@ -23,17 +25,17 @@ def states_on_read(metrics: Sequence) -> list:
 
 
 class Counting:
-    """Which ranks count samples in metrics.
+    """The ranks that count samples in metrics, and the reduction of their states.
 
-    Those that have other samples; in a pipeline the rank of the last stage does so for the others
-    of its axis, which at most add to the reported loss.
+    Ranks with different samples count. In a pipeline the rank of the last stage counts for the others of its
+    axis, which may only add to the reported loss.
 
     Args:
-        model: The model of the metrics; None for metrics of no model.
+        model: The model of the metrics; None for metrics without a model.
         strategy: The strategy.
 
     Attributes:
-        group: The ranks whose states are to be put together.
+        group: The ranks whose states are reduced.
     """
 
     def __init__(self, model, strategy: DistributedStrategy):
@@ -42,31 +44,29 @@ class Counting:
         self._counts = role.sees_outputs
         self._counters = strategy.gradient_group.size
         self._loss = frozenset() if model is None else loss_variables(model)
-        # One of the ranks that count, for states that cannot be added up.
+        # One of the ranks that count, whose states are broadcast if they cannot be added up.
         last = {axis: mesh.shape[axis] - 1 for axis in role.axes}
         one = mesh.rank_at(dict.fromkeys(mesh.gradient_axes, 0) | last)
         self._root = self.group.ranks.index(one)
 
     def reduce(self, variables, of: str | None = None) -> list[tf.Tensor]:
-        """The variables' values over all ranks, in as few collectives as there are kinds of them.
+        """The values of variables over all ranks, with one collective for each dtype and aggregation.
 
         Args:
             variables: The variables.
             of: The name of their metric, for messages.
         """
-        what = "metrics" if of is None else f"metrics/{of}"
-        kinds: dict[tuple, list[int]] = {}
-        for index, variable in enumerate(variables):
-            kinds.setdefault((variable.dtype, aggregation_of(variable)), []).append(index)
-        states: list = [None] * len(variables)
-        for (dtype, aggregation), indices in kinds.items():
-            some = [variables[index] for index in indices]
+        name = "metrics" if of is None else f"metrics/{of}"
+
+        def reduced(kind: tuple[str, str], places: list[int]) -> list[tf.Tensor]:
+            dtype, aggregation = kind
+            some = [variables[place] for place in places]
             values = [tf.convert_to_tensor(variable.value) for variable in some]
-            flat = self._reduce_flat(some, values, aggregation, f"{what}/{aggregation}-{dtype}")
-            parts = tf.split(flat, [value.shape.num_elements() for value in values])
-            for index, part, value in zip(indices, parts, values, strict=True):
-                states[index] = tf.reshape(part, value.shape)
-        return states
+            flat = self._reduce_flat(some, values, aggregation, f"{name}/{aggregation}-{dtype}")
+            return unflattened(flat, values)
+
+        kinds = [(variable.dtype, aggregation_of(variable)) for variable in variables]
+        return replaced_by_key(variables, kinds, reduced)
 
     def _reduce_flat(self, variables, values, aggregation: str, name: str) -> tf.Tensor:
         adds = aggregation in ("sum", "mean")
@@ -75,7 +75,7 @@ class Counting:
                 value if id(variable) in self._loss else tf.zeros_like(value)
                 for variable, value in zip(variables, values, strict=True)
             ]
-        flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+        flat = flattened(values)
         if aggregation in ("max", "min"):
             return all_reduce(flat, self.group, aggregation, name=name)
         if not adds:

@@ -1,4 +1,4 @@
-"""Keras' loop over batches, where checkpoints ask how far it is, and let it begin further on."""
+"""Keras' loop over batches, whose position checkpoints save and restore."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tfdist.strategies.keras_patches.agreement import compare_first_batches
 from tfdist.strategies.keras_patches.py_datasets import prepare_by_epoch
 from tfdist.strategies.keras_patches.worker_batches import count_own_batches
 
-#: Of the calls of `fit` under way, the innermost last.
+#: The positions of the running calls of `fit`, the innermost last.
 _open: list[DataPosition] = []
-#: For each of them the digest of its data, until these are made.
+#: For each of them the digest of its data, until its dataset is created.
 _awaited: list[FirstBatch | None] = []
 
 
-def recorded(stack: contextlib.ExitStack) -> DataPosition:
-    """A position that the data of a `fit` report to, until the stack closes."""
+def recording_position(stack: contextlib.ExitStack) -> DataPosition:
+    """A position that records the data of a `fit`, until the stack closes."""
     position = DataPosition()
     _open.append(position)
     stack.callback(_open.remove, position)
@@ -35,13 +35,13 @@ def recorded(stack: contextlib.ExitStack) -> DataPosition:
 
 
 def began_before() -> bool:
-    """Whether an earlier run did the first batches of the epoch of `fit` that goes on."""
+    """Whether an earlier run did the first batches of the current epoch of `fit`."""
     return bool(_open) and _open[-1].done_before > 0
 
 
 @contextlib.contextmanager
 def first_batch_compared() -> Iterator[None]:
-    """Inside, a digest of the first batch of the first data, those of a `fit`, is compared among ranks."""
+    """Inside, ranks compare digests of the first batch of the first dataset, which is that of a `fit`."""
     _awaited.append(FirstBatch())
     try:
         yield
@@ -50,10 +50,9 @@ def first_batch_compared() -> Iterator[None]:
 
 
 def batch_of(iterator):
-    """A batch as its specification: to draw one would move a data set that shuffles."""
+    """The specification of a batch: drawing a batch would advance a dataset that shuffles."""
     return tf.nest.map_structure(
-        lambda part: None if is_none(part) else part,
-        iterator._distributed_dataset.element_spec,
+        lambda part: None if is_none(part) else part, iterator._distributed_dataset.element_spec
     )
 
 
@@ -62,10 +61,10 @@ def _init(self, distribute_strategy=None, *args, original, **kwargs):
     if not is_ours or distribute_strategy.mesh.size == 1:
         original(self, distribute_strategy, *args, **kwargs)
     else:
-        first = _awaited[-1] if _awaited else None
-        if first is not None:
-            _awaited[-1] = None
-        with distribute_strategy.extended.noting(first):
+        first = None
+        if _awaited:
+            first, _awaited[-1] = _awaited[-1], None
+        with distribute_strategy.extended.recording(first):
             original(self, distribute_strategy, *args, **kwargs)
             _draw_when_needed(self, distribute_strategy)
         if first is not None:
@@ -77,29 +76,28 @@ def _init(self, distribute_strategy=None, *args, original, **kwargs):
         self._enumerate_iterator = functools.partial(_to_the_end, self, self._enumerate_iterator)
     if _open and _open[-1].adopt(self):
         position = _open[-1]
-        # Of this iterator alone: the training data's.
+        # Only for this iterator, which is that of the training data.
         self._get_iterator = functools.partial(position.dataset, self._get_iterator)
         self._enumerate_iterator = functools.partial(position.steps, self._enumerate_iterator)
 
 
 def _draw_when_needed(source, strategy: DistributedStrategy) -> None:
-    """Takes the prefetch away where a batch depends on when it is prepared."""
+    """Removes the prefetch if batches depend on when they are prepared."""
     adapter, steps = source.data_adapter, source.steps_per_epoch
     if isinstance(adapter, PyDatasetAdapter) and steps:
-        # Several steps in one execution draw all of its batches.
-        prepare_by_epoch(
-            adapter, -(-steps // source.steps_per_execution) * source.steps_per_execution
-        )
+        # An execution of several steps draws the batches of all of them.
+        executions = -(-steps // source.steps_per_execution)
+        prepare_by_epoch(adapter, executions * source.steps_per_execution)
     elif not isinstance(adapter, GeneratorDataAdapter):
         return
-    # All ranks' generators have to be at the same batch when another iterator goes on with them.
+    # The generators of all ranks must be at the same batch when another iterator continues with them.
     source._distributed_dataset = strategy.experimental_distribute_dataset(
         drawn_when_needed(adapter.get_tf_dataset())
     )
 
 
 def _with_comparison(original, strategy: DistributedStrategy, first: FirstBatch):
-    """The steps of an epoch; after the first of all, whether it had the same batch on all ranks."""
+    """The steps of an epoch; after the first one, ranks compare its batch."""
     for step in original():
         yield step
         if not first.is_compared:
@@ -108,7 +106,7 @@ def _with_comparison(original, strategy: DistributedStrategy, first: FirstBatch)
 
 
 def _to_the_end(source, original):
-    """The steps of an epoch; Keras would end a later one after as many as the first had."""
+    """The steps of an epoch; otherwise Keras would end each epoch after the number of steps of the first."""
     attributes.num_batches.set(source, None)
     return original()
 

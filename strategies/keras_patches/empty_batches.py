@@ -1,11 +1,10 @@
-"""Ranks without samples: what they compute is padded with one row of zeros, which is stripped again.
+"""Ranks without samples: their inputs are padded with one row of zeros, which is removed from the outputs.
 
-At the end of an epoch a rank may get no rows. Many kernels do not stand that: those of oneDNN, which
-TensorFlow takes on newer CPUs, give tensors of other shapes or none, some end the process, and
-gradients of depthwise convolutions are what the memory held before. So the outermost layer of a
-call, which most often is the model, gets a row where there is none, and gives none back. Losses and
-metrics get one too: the loss of a rank without samples has no weight, what its metrics have counted is
-taken back at the end of the step, and what layers have kept of that row at the end of their call.
+At the end of an epoch a rank may have no rows, which many kernels do not support: those of oneDNN, which
+TensorFlow uses on newer CPUs, return tensors of wrong shapes, some end the process, and gradients of depthwise
+convolutions are uninitialized memory. So the inputs of the outermost layer of a call, usually the model, are
+padded. The same applies to losses and metrics: the loss of a rank without samples has no weight, the counts of
+its metrics are restored at the end of the step, and the states of layers at the end of their call.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import tensorflow as tf
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import CompileLoss, CompileMetrics
-from tfdist.step.context import current_replica
+from tfdist.step.context import current_replica, current_step
 from tfdist.strategies.keras_patches.losses import of_each_sample
 from tfdist.strategies.keras_patches.parameters import call_gathered
 from tfdist.strategies.keras_patches.synchronization import StatesOfCall, kept_where_empty
 
 
 def _call(self, *args, original, **kwargs):
-    """The outermost layer of a call gets a row where there is none."""
+    """Pads the inputs of the outermost layer of a call if there are no rows."""
     replica = current_replica()
     if replica is None or replica.has_padding is not None:
         return call_gathered(original, self, *args, **kwargs)
@@ -49,7 +48,7 @@ def _call(self, *args, original, **kwargs):
 def _may_be_empty(value) -> bool:
     """Whether this is a dense tensor that may have no rows on a rank.
 
-    In a graph a size that is known is the same on all ranks.
+    A size that is known in a graph is the same on all ranks.
     """
     if not isinstance(value, tf.Tensor) or not value.shape.rank:
         return False
@@ -57,17 +56,17 @@ def _may_be_empty(value) -> bool:
 
 
 def _with_a_row(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, or a row of zeros where it has none."""
+    """The tensor, or a row of zeros if it has no rows."""
 
     def filled(tensor):
         if tf.executing_eagerly():
-            # What padding makes still has a gradient, if one of nothing.
+            # The result of padding still has a gradient, even if it is empty.
             return tf.pad(tensor, [[0, 1]] + [[0, 0]] * (tensor.shape.rank - 1))
 
         def row():
             return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)
 
-        # A condition passes the tensor on as it is; padding would copy it in every step.
+        # A condition passes the tensor without a copy; padding would copy it in every step.
         some = tf.cond(tf.shape(tensor)[0] == 0, row, lambda: tensor)
         return tf.ensure_shape(some, [None, *tensor.shape[1:]])
 
@@ -75,13 +74,12 @@ def _with_a_row(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _without_it(value, rows: tf.Tensor):
-    """An output, without the row that was made up."""
+    """An output without the row of padding."""
     if not isinstance(value, tf.Tensor) or not value.shape.rank:
         return value
-    is_batch = value.shape[0] is None or tf.executing_eagerly()
-    if not is_batch:
-        return value
-    # Rows of samples only are cut off: a layer may make several of one sample.
+    if value.shape[0] is not None and not tf.executing_eagerly():
+        return value  # It has no batch dim.
+    # A layer may return several rows for one sample.
     return with_provenance(lambda part: part[: tf.where(rows == 0, 0, tf.shape(part)[0])], value)
 
 
@@ -91,7 +89,7 @@ def _compile_loss(self, y_true, y_pred, sample_weight=None, *, original):
 
 
 def _compile_metrics(self, y_true, y_pred, sample_weight=None, *, original):
-    """Metrics, which count nothing where there are no rows."""
+    """Updates metrics, and restores their counts if there are no rows."""
     with _padded(y_true, y_pred, sample_weight) as (given, rows):
         if rows is None:
             return original(self, *given)
@@ -104,13 +102,13 @@ def _compile_metrics(self, y_true, y_pred, sample_weight=None, *, original):
 
 @contextlib.contextmanager
 def _padded(*given) -> Iterator[tuple]:
-    """Targets, outputs and weights with a row where there is none, for a loss or metrics.
+    """Pads targets, outputs and weights for a loss or metrics if there are no rows.
 
     Yields:
-        What was given, and this rank's number of rows; None for it where nothing is padded.
+        The targets, outputs and weights, and this rank's number of rows; None if nothing is padded.
     """
     replica = current_replica()
-    step = None if replica is None else replica.step
+    step = current_step()
     if replica is None or step is None or step.is_even or replica.has_padding is not None:
         yield given, None
         return
@@ -121,13 +119,10 @@ def _padded(*given) -> Iterator[tuple]:
         yield given, step.rows
 
 
+_SAMPLES = ("self", "y_true", "y_pred", "sample_weight")
+
 PATCHES = (
     Patch(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
-    Patch(CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _compile_loss),
-    Patch(
-        CompileMetrics,
-        "update_state",
-        ("self", "y_true", "y_pred", "sample_weight"),
-        _compile_metrics,
-    ),
+    Patch(CompileLoss, "call", _SAMPLES, _compile_loss),
+    Patch(CompileMetrics, "update_state", _SAMPLES, _compile_metrics),
 )

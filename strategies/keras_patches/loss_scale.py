@@ -1,9 +1,9 @@
-"""The dynamic loss scale: one rank's overflow is every rank's, and what it does is to be seen.
+"""The dynamic loss scale: an overflow on one rank counts for all ranks, and is reported in the logs.
 
-Keras' `LossScaleOptimizer` halves the scale when a gradient is not finite and skips that step, and
-doubles it after `dynamic_growth_steps` good ones. It has a variable `iteration` that it saves and
-never uses, as its `iterations` are those of the optimizer inside: skipped steps are counted there,
-so files stay those of plain Keras.
+Keras' `LossScaleOptimizer` halves the scale and skips the step if a gradient is not finite, and doubles the
+scale after `dynamic_growth_steps` finite steps. It saves a variable `iteration` that it never uses, because
+its `iterations` are those of the optimizer inside. Skipped steps are counted in this variable, so that files
+do not differ from those of Keras.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdist.strategies.keras_patches.data import began_before
 
 
 def loss_scale_logs(model) -> dict[str, tf.Tensor]:
-    """What a training step adds to the logs: `loss_scale` and `skipped_steps`, or nothing."""
+    """The logs of a loss scale optimizer: `loss_scale` and `skipped_steps`; none without one."""
     optimizer = getattr(model, "optimizer", None)
     if not isinstance(optimizer, LossScaleOptimizer) or not optimizer.built:
         return {}
@@ -30,27 +30,26 @@ def loss_scale_logs(model) -> dict[str, tf.Tensor]:
 
 
 def _check_finite(self, grads, *, original):
-    """A gradient that overflows on one rank skips the step on all."""
+    """Makes all ranks skip the step if a gradient overflows on one."""
     finite = original(self, grads)
     replica = current_replica()
     if replica is None:
         return finite
     group, local = replica.strategy.group(), self.inner_optimizer
     if isinstance(local, LocalSteps):
-        # Ranks that step apart leave steps out apart, and come to a sync together.
+        # Local steps are skipped separately, and the ranks synchronize at the same step.
         local.begin_scaled_step()
         group = group_in_step(group, local.in_step(group.engine))
     finite = all_reduce(tf.cast(finite, tf.bool), group, "min", name="finite")
-    skipped = tf.cast(tf.logical_not(finite), self._iterations.dtype)
-    self._iterations.assign_add(skipped)
+    self._iterations.assign_add(tf.cast(tf.logical_not(finite), self._iterations.dtype))
     return finite
 
 
 def _metrics_or_logs(self, logs, *, original):
-    """Keras takes the metrics' own results, unless a step returns something else than these."""
+    """Lets Keras report the results of the metrics, which it does unless a step returns other logs."""
     more = loss_scale_logs(self)
     if not logs and began_before():
-        # An earlier run did all of its batches, so no step of this one has returned any.
+        # An earlier run did all batches of the epoch, so no step of this run has returned logs.
         return {**self.get_metrics_result(), **_of_all_ranks(self, more)}
     if not isinstance(logs, dict) or not more or not more.keys() <= logs.keys():
         return original(self, logs)
@@ -59,7 +58,7 @@ def _metrics_or_logs(self, logs, *, original):
 
 
 def _of_all_ranks(model, logs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-    """Of ranks that step apart: the least of their scales, and the most steps that one left out."""
+    """With local steps: the smallest scale, and the largest number of skipped steps, of all ranks."""
     strategy = strategy_of(model)
     if not logs or strategy is None or local_optimizer(model) is None:
         return logs

@@ -1,10 +1,9 @@
-"""Losses: inside a Keras step a loss is that of this rank's rows, as if they were the batch.
+"""Losses: in a Keras step a loss is computed from this rank's rows, as if they were the batch.
 
-Keras divides losses by the number of replicas, and multiplies again where it reports them. That
-is exact only for equal shares and for losses that Keras itself averages: a custom `train_step`
-that reports what it computed would be off by that factor. tfdist weighs gradients instead (see
-`tfdist.step.context.KerasStep`), and losses that are not a mean over samples are brought
-into that form here.
+Keras divides losses by the number of replicas, and multiplies by it when it reports them. That is exact only
+for equal shares and for losses that Keras averages: a custom `train_step` that reports its loss would be
+wrong by this factor. tfdist weights gradients instead (see `tfdist.step.keras_step.KerasStep`), and converts
+losses that are not a mean over samples.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import loss_module
 from tfdist.step.context import current_step, role_of
 from tfdist.step.keras_step import KerasStep
-from tfdist.strategies.keras_patches.batch_losses import notice_scalar, of_whole_batch
+from tfdist.strategies.keras_patches.batch_losses import of_whole_batch, warn_of_scalar
 
 
 def _scale(value, *, original):
@@ -26,17 +25,17 @@ def _scale(value, *, original):
 def _reduce(
     values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None, *, original
 ):
-    """The loss of this rank's rows, so scaled that its gradient is right once weighed by share."""
+    """The loss of this rank's rows, scaled so that its gradient is right after weighting by the share."""
     loss = original(values, sample_weight, mask, reduction, dtype)
     step = current_step()
     if step is None or of_whole_batch():
         return loss
-    notice_scalar(values)
+    warn_of_scalar(values)
     if reduction == "sum":
-        # Weighing by share would make a mean of it.
+        # Weighting by the share would make it a mean.
         return tf.math.divide_no_nan(loss, tf.cast(_share(step), loss.dtype))
     if reduction in ("mean", "sum_over_batch_size") and mask is not None:
-        # A masked mean divides by this rank's valid entries; what counts are all ranks'.
+        # A masked mean is divided by the valid entries of this rank, and must be by those of all ranks.
         _refuse_microbatches(step, "outputs with a Keras mask")
         divisor = tf.reduce_sum(tf.cast(mask, "float32"))
     elif reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
@@ -56,34 +55,34 @@ def of_each_sample(loss):
 
     @custom_gradient
     def counted_in_full(values):
-        # Only the gradient is weighted by share later; what is reported stays as it is.
+        # Only the gradient is weighted by the share later; the reported loss is not.
         return values, lambda dy: tf.math.divide_no_nan(dy, tf.cast(_share(step), dy.dtype))
 
     return counted_in_full(loss)
 
 
 def _num_parts(step: KerasStep) -> int:
-    """Of how many losses the objective of a rank's step is the mean: those of its micro-batches."""
+    """The number of losses, one for each micro-batch, whose mean is the objective of a rank's step."""
     return role_of(step.model).num_microbatches if step.kind == "train" else 1
 
 
 def _share(step: KerasStep) -> tf.Tensor:
-    """The part of the samples of a step that one loss is of."""
+    """The share of the samples of a step in one loss."""
     return step.gradient_share / _num_parts(step)
 
 
 def _refuse_microbatches(step: KerasStep, what: str) -> None:
-    """Raises where a loss divides by a sum over samples that one micro-batch does not see.
+    """Checks that a loss that is divided by a sum over samples is not computed for micro-batches.
 
     Raises:
-        ValueError: The step is one of a pipeline, with several micro-batches.
+        ValueError: The step is that of a pipeline with several micro-batches.
     """
     if _num_parts(step) > 1:
         raise ValueError(
-            f"A loss with {what} is a mean over the entries that count in the whole batch, of which a "
-            "pipeline's micro-batch is a part. Give entries that do not count a `sample_weight` of 0, "
-            "and take a loss with reduction='sum_over_batch_size'; or num_microbatches=1. Received: "
-            f"num_microbatches={_num_parts(step)} in `{step.model.name}`."
+            f"A loss with {what} is not supported with several micro-batches: it is a mean over the valid "
+            f"entries of the whole batch. Received: num_microbatches={_num_parts(step)} in "
+            f"`{step.model.name}`. Set the `sample_weight` of other entries to 0 and use a loss with "
+            "reduction='sum_over_batch_size', or use num_microbatches=1."
         )
 
 

@@ -1,7 +1,7 @@
-"""Metrics that are read anywhere: in a callback, after `evaluate`, behind a loop of the user's own.
+"""Metrics that are read anywhere: in a callback, after `evaluate`, or in a custom loop.
 
-What functions of `strategy.run` and steps of Keras have counted is each rank's own, and is put together
-when `result` is called. Every class of metrics has a `result` of its own, so each class is wrapped.
+Functions of `strategy.run` and steps of Keras count on each rank separately, and `result` reduces the counts.
+Every class of metrics defines `result`, so each class is patched.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 
 @dataclasses.dataclass(eq=False)
 class _Record:
-    """What is known of a metric.
+    """The updates of a metric.
 
     Attributes:
-        strategy: Whose ranks count in it.
+        strategy: The strategy whose ranks count in it.
         model: Its model, if it has one.
-        is_counted_outside: Whether it was updated outside of `strategy.run` since it was reset.
-        reset_at: How many calls of `strategy.run` there had been when it was reset.
-        read_at: The same of when its states were put together last.
-        states: These states.
+        is_counted_outside: Whether it was updated outside `strategy.run` since it was reset.
+        reset_at: The number of calls of `strategy.run` before it was reset.
+        read_at: The number of calls of `strategy.run` before its states were reduced last.
+        states: The reduced states.
     """
 
     strategy: DistributedStrategy
@@ -45,16 +45,16 @@ class _Record:
 
 class _Local(threading.local):
     def __init__(self):
-        self.under_way: set[int] = set()
+        self.running: set[int] = set()
 
 
 _local = _Local()
 _records: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_wrapped: weakref.WeakSet = weakref.WeakSet()
+_patched: weakref.WeakSet = weakref.WeakSet()
 
 
 def bind_metrics(model: keras.Model) -> None:
-    """Notes that the metrics of a model are counted in its steps, also where this rank has none."""
+    """Records that the metrics of a model are counted in its steps, including those of other ranks."""
     strategy = strategy_of(model)
     if strategy is None or strategy.mesh.size == 1:
         return
@@ -64,7 +64,7 @@ def bind_metrics(model: keras.Model) -> None:
 
 
 def keep_states(metrics: Sequence, variables: Sequence, states: Sequence) -> None:
-    """Notes the states of metrics that were put together outside of a step."""
+    """Records the states of metrics that were reduced outside a step."""
     found = {id(variable): state for variable, state in zip(variables, states, strict=True)}
     for metric in metrics:
         record = _records.get(metric)
@@ -76,11 +76,11 @@ def keep_states(metrics: Sequence, variables: Sequence, states: Sequence) -> Non
 def _update(self, *args, original: Callable, **kwargs):
     with _outermost(self) as is_outermost:
         if is_outermost:
-            _note_update(self)
+            _record_update(self)
         return original(self, *args, **kwargs)
 
 
-def _note_update(metric) -> None:
+def _record_update(metric) -> None:
     replica = current_replica()
     if replica is not None:
         if replica.strategy.mesh.size > 1:
@@ -92,9 +92,8 @@ def _note_update(metric) -> None:
 def _reset(self, *args, original: Callable, **kwargs):
     record = _records.get(self)
     if record is not None and tf.executing_eagerly():
-        record.is_counted_outside = False
-        record.reset_at = record.strategy.extended.num_runs()
-        record.read_at, record.states = -1, []
+        runs = record.strategy.extended.num_runs()
+        _records[self] = _Record(record.strategy, record.model, reset_at=runs)
     return original(self, *args, **kwargs)
 
 
@@ -105,7 +104,7 @@ def _result(self, *args, original: Callable, **kwargs):
         if in_stateless_scope():
             return _without_variables(original(self, *args, **kwargs))
         record, replica = _records.get(self), current_replica()
-        # A function of `strategy.run` sees its replica, as everywhere in TensorFlow.
+        # A function of `strategy.run` reads the state of its replica, as in TensorFlow.
         if record is None or (replica is not None and replica.step is None):
             return original(self, *args, **kwargs)
         variables = states_on_read([self])
@@ -117,9 +116,8 @@ def _result(self, *args, original: Callable, **kwargs):
 
 
 def _global_states(metric, record: _Record, variables: Sequence) -> Sequence | None:
-    """The states over all ranks; None where they are those of this rank."""
-    model = None if record.model is None else record.model()
-    counting = Counting(model, record.strategy)
+    """The states over all ranks; None if they are those of this rank."""
+    counting = Counting(None if record.model is None else record.model(), record.strategy)
     if counting.group.size == 1 or not variables:
         return None
     if not tf.executing_eagerly():
@@ -129,19 +127,18 @@ def _global_states(metric, record: _Record, variables: Sequence) -> Sequence | N
         return None
     if record.is_counted_outside:
         raise ValueError(
-            "A metric must be updated either in `strategy.run` and steps of Keras, whose ranks' counts "
-            "are added up, or outside of them, where each rank counts all. Received: the metric "
+            "A metric must be updated either in `strategy.run` and steps of Keras, where the counts of the "
+            "ranks are added up, or outside of them, where each rank counts everything. Received: the metric "
             f"`{metric.name}`, which was updated in both since it was reset. Use two metrics, or call "
-            "`reset_state` between."
+            "`reset_state` in between."
         )
     if runs != record.read_at:
-        record.states = counting.reduce(variables, metric.name)
-        record.read_at = runs
+        record.states, record.read_at = counting.reduce(variables, metric.name), runs
     return record.states
 
 
 def _without_variables(result: Any) -> Any:
-    """A result whose variables are read now: afterwards they are this rank's again."""
+    """A result whose variables are read now, before they have the values of this rank again."""
     return tf.nest.map_structure(
         lambda part: tf.convert_to_tensor(part.value) if isinstance(part, keras.Variable) else part,
         result,
@@ -150,44 +147,44 @@ def _without_variables(result: Any) -> Any:
 
 @contextlib.contextmanager
 def _outermost(metric) -> Iterator[bool]:
-    """Whether a method of a metric was not called by one of the same metric."""
+    """Yields whether a method of a metric was not called by another method of the same metric."""
     key = id(metric)
-    if key in _local.under_way:
+    if key in _local.running:
         yield False
         return
-    _local.under_way.add(key)
+    _local.running.add(key)
     try:
         yield True
     finally:
-        _local.under_way.discard(key)
+        _local.running.discard(key)
 
 
 _METHODS = {"result": _result, "update_state": _update, "reset_state": _reset}
 
 
 def install() -> None:
-    """Wraps the methods of all classes of metrics, those that are still to be made too."""
+    """Patches the methods of all classes of metrics, including classes that are defined later."""
     metric = keras.metrics.Metric
-    if metric in _wrapped:
+    if metric in _patched:
         return
     before = metric.__init_subclass__
 
-    def wrap(cls, **kwargs):
+    def patch(cls, **kwargs):
         before(**kwargs)
-        _wrap(cls)
+        _patch(cls)
 
-    metric.__init_subclass__ = classmethod(wrap)
+    metric.__init_subclass__ = classmethod(patch)
     waiting = [metric]
     while waiting:
         cls = waiting.pop()
-        _wrap(cls)
+        _patch(cls)
         waiting += cls.__subclasses__()
 
 
-def _wrap(cls: type) -> None:
-    if cls in _wrapped:
+def _patch(cls: type) -> None:
+    if cls in _patched:
         return
-    _wrapped.add(cls)
+    _patched.add(cls)
     for name, call in _METHODS.items():
         original = vars(cls).get(name)
         if callable(original):

@@ -1,4 +1,4 @@
-"""Metrics: each rank counts its own samples; what is read is the count of all."""
+"""Metrics: each rank counts its own samples, and results are those of all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.step.context import current_step, strategy_of
 from tfdist.step.keras_step import KerasStep
-from tfdist.strategies.keras_patches.batch_losses import notice_scalar
+from tfdist.strategies.keras_patches.batch_losses import warn_of_scalar
 from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 from tfdist.strategies.keras_patches.loss_scale import loss_scale_logs
 from tfdist.strategies.keras_patches.metric_reads import keep_states
 
 
 def _get_metrics_result(self, *, original):
-    """The metrics of all ranks; in a training step also what a loss scale did."""
+    """The metrics of all ranks; in a training step also the logs of a loss scale."""
     results = _global_metrics(original, self)
     step = current_step()
     if step is not None and step.kind == "train" and isinstance(results, dict):
@@ -27,10 +27,10 @@ def _get_metrics_result(self, *, original):
 
 
 def _global_metrics(original, self):
-    """Evaluates the metrics on the states of all ranks together.
+    """Computes the results of metrics from the states of all ranks.
 
-    At the end of an epoch this is always so. The logs of a single batch are reduced only while
-    some callback reads them (`batch_logs_read`), so that training pays for what is looked at.
+    This is always the case at the end of an epoch. The logs of a single batch are reduced only if a callback
+    reads them (`batch_logs_read`).
     """
     strategy: Any = strategy_of(self)
     if strategy is None:
@@ -53,14 +53,14 @@ def _global_metrics(original, self):
 
 
 def _update_mean(self, values, sample_weight=None, *, original):
-    """A step's scalar, such as its loss, counts by the share of samples that it is the mean of.
+    """Weights a scalar of a step, such as its loss, by the rank's share of the samples.
 
-    Summed over ranks the scalar then counts once a step, as in a single process. Keras counts a row
-    by its mean over tokens, and so a rank's mean over those that it has counts by their number.
+    Over all ranks the scalar then counts once per step, as in a single process. Keras counts the mean over the
+    tokens of a row, so the mean over the tokens of a rank is weighted by their number.
     """
     step = current_step()
     if step is not None:
-        notice_scalar(values)
+        warn_of_scalar(values)
     if step is None or step.is_even:
         return original(self, values, sample_weight)
     is_scalar = (
@@ -68,7 +68,7 @@ def _update_mean(self, values, sample_weight=None, *, original):
     )
     if is_scalar and sample_weight is None:
         values = tf.convert_to_tensor(values)
-        # Ranks that step apart ask no other one in every step: there rows count, and not steps.
+        # Local steps have no collective in each step: values are weighted by rows, and not by steps.
         sample_weight = step.rows if step.is_local else step.share * step.group.size
         values = tf.where(step.rows > 0, values, tf.zeros_like(values))
     elif step.tokens is not None:
@@ -77,14 +77,14 @@ def _update_mean(self, values, sample_weight=None, *, original):
 
 
 def _by_tokens(values, sample_weight, step: KerasStep):
-    """Values of rows or of their tokens, and weights by which they count as the mean over all ranks."""
+    """Values of rows or tokens, with weights that give the mean over all ranks."""
     values = tf.convert_to_tensor(values)
     rank = len(values.shape)
-    # A vector with an entry for each token counts each as one.
+    # In a vector with an entry for each token all entries have the same weight.
     is_of_rows = rank == 0 or tf.equal(tf.shape(values)[0], step.rows)
     factor = tf.where(is_of_rows, step.tokens_to_mean, 1.0)
     if sample_weight is None:
-        # Without weights Keras takes no heed of a mask, which the copy does not have.
+        # Without weights Keras ignores a mask; the copy has none.
         values = tf.identity(values)
         return values, tf.fill(tf.shape(values)[:1], factor)
     return values, tf.cast(sample_weight, tf.float32) * factor

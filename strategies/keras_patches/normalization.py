@@ -1,9 +1,9 @@
-"""Synchronized BatchNormalization: one collective a layer and direction, where Keras makes three.
+"""Synchronized BatchNormalization: one collective per layer and direction, where Keras has three.
 
-Each rank computes the mean of its own entries and the sum of squares around that mean; these are
-combined as in Chan, Golub and LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for
-Computing Sample Variances". Keras subtracts the square of the mean from the mean of squares, of
-which little is left where the mean is large beside the deviation.
+Each rank computes the mean of its own entries and the sum of squares around that mean, which are combined as
+in Chan, Golub and LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
+Keras subtracts the square of the mean from the mean of squares, which loses precision if the mean is large
+compared with the deviation.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tfdist.step.keras_step import weighted
 
 
 def _compute_moments_sync(x, axes, keepdims, *, original):
-    """The mean and variance of all ranks' entries, from statistics that travel together.
+    """The mean and variance of all ranks' entries, with one collective.
 
-    Every layer waits for its statistics before it goes on, so a step pays for the latency of each
-    collective. The number of entries travels along only where ranks may differ in rows.
+    Every layer waits for its statistics, so each collective adds its latency to the step. The number of entries
+    is sent, too, if ranks may have different numbers of rows.
     """
     replica = current_replica()
-    group = None if replica is None else replica.gradient_group
-    if replica is None or group is None or group.size == 1:
+    if replica is None or replica.gradient_group.size == 1:
         return original(x, axes, keepdims)
+    group = replica.gradient_group
     mean = tf.reduce_mean(x, axis=axes, keepdims=True)
     squares = tf.reduce_sum(tf.math.squared_difference(x, mean), axis=axes, keepdims=True)
     parts = [tf.reshape(mean, [-1]), tf.reshape(squares, [-1])]

@@ -1,9 +1,8 @@
-"""Optimizers: gradients become global before anything looks at them.
+"""Optimizers: gradients are reduced before they are clipped or checked.
 
-Keras reduces gradients over replicas in the last moment, after it has clipped and accumulated
-each replica's own. Clipping then sees other norms than a single process would, and a loss scale
-that one rank finds too large is found so by that rank only. `tfdist.gradients.path` says what
-happens to a gradient, and in which order.
+Keras reduces gradients over replicas right before the update, after it has clipped and accumulated those of
+each replica. Clipping then uses other norms than in a single process, and only one rank detects an overflow of
+its loss scale. See `tfdist.gradients.path` for the steps of the path of a gradient.
 """
 
 from __future__ import annotations
@@ -27,25 +26,24 @@ from tfdist.sharding.parts import FlatShard
 from tfdist.step.context import DistributedStrategy, current_replica, current_strategy
 from tfdist.step.gradient_options import GradientOptions
 from tfdist.strategies.keras_patches.parameters import as_shards
+from tfdist.utils.temporary import attributes_set
 
 
 def _apply(self, grads, trainable_variables=None, *, original):
-    """Before accumulation: a micro-step's gradient counts by that micro-step's shares."""
+    """Weights the gradients of a micro-step by its shares, before they are accumulated."""
     replica = current_replica()
     grads = list(grads)
     with as_shards(), updating(grads, square_of):
         if replica is None or not grads:
             return original(self, grads, trainable_variables)
-        variables = (
-            self._trainable_variables if trainable_variables is None else trainable_variables
-        )
-        variables = list(variables)
-        # One that was made outside of the scope makes its variables here.
+        given = trainable_variables
+        variables = list(self._trainable_variables if given is None else given)
+        # An optimizer that was created outside the scope creates its variables here.
         self._distribution_strategy = replica.strategy
         _prepare(self, variables)
         grads, origins = origins_of(grads, variables, replica)
         path = GradientPath(replica, self, variables, origins)
-        with path.under_way():
+        with path.current():
             grads = path.weigh(grads)
             if path.accumulates_global():
                 grads = path.reduce(grads)
@@ -53,21 +51,18 @@ def _apply(self, grads, trainable_variables=None, *, original):
 
 
 def _apply_gradients(self, grads_and_vars, *, original, **kwargs):
-    """As in TensorFlow's Keras before 3: where the user has reduced gradients, nothing is done to them."""
+    """Supports the arguments of Keras 2 that declare gradients as already reduced."""
     replica = current_replica()
     if replica is None or not kwargs:
         return original(self, grads_and_vars, **kwargs)
     is_global = bool(kwargs.pop("skip_gradients_aggregation", False))
     is_global |= not kwargs.pop("experimental_aggregate_gradients", True)
-    before, replica.gradients_are_global = replica.gradients_are_global, is_global
-    try:
+    with attributes_set(replica, gradients_are_global=is_global):
         return original(self, grads_and_vars, **kwargs)
-    finally:
-        replica.gradients_are_global = before
 
 
 def _apply_scaled(self, grads, trainable_variables=None, *, original):
-    """A loss scale looks at gradients for every step, which is no reading of the user's."""
+    """Replaces handles: a loss scale reads the gradients of every step, without the user."""
     replica = current_replica()
     grads = list(grads)
     with updating(grads, square_of):
@@ -77,7 +72,7 @@ def _apply_scaled(self, grads, trainable_variables=None, *, original):
 
 
 def _prepare(optimizer, variables) -> None:
-    """Under ZeRO the state of each parameter is that of this rank's flat shard."""
+    """Checks an optimizer; under ZeRO, sets the flat shards of parameters for its state."""
     strategy = current_strategy()
     if any(layout_of(variable).slice is not None for variable in variables):
         check_elementwise(optimizer)
@@ -93,7 +88,7 @@ def _prepare(optimizer, variables) -> None:
 
 
 def _clip_gradients(self, grads, *, original):
-    """After accumulation and before clipping: the one reduction of the step."""
+    """Reduces gradients, once per step, after accumulation and before clipping."""
     path = current_path()
     if path is None:
         return original(self, grads)
@@ -102,52 +97,55 @@ def _clip_gradients(self, grads, *, original):
 
 
 def _add_variable_from_reference(self, reference_variable, name=None, *args, original, **kwargs):
-    """The moments of a slice are slices of the moments, and lie where it lies."""
+    """Creates the state of a slice or shard, in its shape and with its layout."""
     strategy = current_strategy()
     with as_shards():
         if strategy is None:
-            _refuse_outside(self, reference_variable)
+            _check_scope(self, reference_variable)
             return original(self, reference_variable, name, *args, **kwargs)
         if isinstance(reference_variable, keras.Variable):
             _prepare(self, [reference_variable])
         layout = layout_of(reference_variable)
         state = layout.state
-        # Averages become parameters as they are, so they lie as the parameter does.
+        # Averages are assigned to parameters, so they have the same layout.
         if name == "average" or (name == "gradient_accumulator" and strategy.zero_stage < 2):
             state = layout.flat
         like = reference_variable
         if state is not None:
             like = _Shape(reference_variable.path, (state.share,), reference_variable.dtype)
-        # TensorFlow's own method asks where the reference lies; here all lies on one device.
+        # TensorFlow's method needs the device of the reference; here everything is on one device.
         variable = super(TFOptimizer, self).add_variable_from_reference(like, name, *args, **kwargs)
         if layout.is_spread:
             update_layout(variable, slice=layout.slice, flat=state, stage=layout.stage)
         return variable
 
 
-def _refuse_outside(optimizer, reference) -> None:
-    """TensorFlow would say that the scope is missing, and not of what."""
+def _check_scope(optimizer, reference) -> None:
+    """Raises RuntimeError if an optimizer creates its state outside the scope of its strategy.
+
+    TensorFlow's error does not contain the cause.
+    """
     strategy = optimizer._distribution_strategy
     if not isinstance(strategy, DistributedStrategy):
         return
     value = stored_value(reference) if isinstance(reference, keras.Variable) else reference
     if getattr(value, "_distribute_strategy", None) is strategy:
-        cause = "the optimizer was called outside of `strategy.run` and of the scope"
-        remedy = "Call `optimizer.build(model.trainable_variables)` inside of the scope before"
+        cause = "the optimizer was called outside `strategy.run` and outside the scope"
+        remedy = "Call `optimizer.build(model.trainable_variables)` inside the scope first"
     else:
-        cause = "the model was built outside of the scope"
+        cause = "the model was built outside the scope"
         remedy = "Build both inside `with strategy.scope():`"
-    # Keras takes it for built by now, and would not begin again.
+    # Keras has marked it as built, and would not build it again.
     optimizer.built = False
     raise RuntimeError(
-        f"The optimizer `{optimizer.name}` was made under `strategy.scope()`, and so has to be what it "
-        f"updates. Received: the variable `{getattr(reference, 'path', reference.name)}`; {cause}. {remedy}."
+        f"The optimizer `{optimizer.name}` was created in `strategy.scope()`, so the variables that it updates "
+        f"must be created there, too. Received: the variable `{getattr(reference, 'path', reference.name)}`; {cause}. {remedy}."
     )
 
 
 @dataclasses.dataclass
 class _Shape:
-    """All that an optimizer's variable takes over from its reference."""
+    """The attributes that an optimizer's variable copies from its reference."""
 
     path: str
     shape: tuple[int, ...]
@@ -155,14 +153,14 @@ class _Shape:
 
 
 def _update_step(self, grads, trainable_variables, learning_rate, *, original):
-    """Under ZeRO each rank updates its shards, and then all get the whole parameters."""
+    """Under ZeRO 1 and 2, updates this rank's shards, and gathers the whole parameters."""
     path = current_path()
     if path is None:
         replica = current_replica()
         if replica is None:
             return original(self, grads, trainable_variables, learning_rate)
         path = GradientPath(replica, self, trainable_variables)
-    # Where Keras would reduce: for optimizers that do not clip at all.
+    # Keras would reduce here; needed for optimizers that never call `_clip_gradients`.
     grads = path.reduce(grads)
     with path.updating(), _local_shards(trainable_variables, path.options) as variables:
         return original(self, grads, variables, learning_rate)
@@ -175,38 +173,30 @@ def _overwrite_with_averages(self, trainable_variables, *, original):
 
 @contextlib.contextmanager
 def _local_shards(variables, options: GradientOptions) -> Iterator[list]:
-    """Variables, those whose state is split as their shards; in the end all ranks get the whole."""
-    if all(layout_of(each).state is None or layout_of(each).flat is not None for each in variables):
+    """Replaces variables whose state is sharded by their shards; on exit, gathers the whole variables."""
+    layouts = [layout_of(variable) for variable in variables]
+    shards = [layout.state if layout.flat is None else None for layout in layouts]
+    if all(shard is None for shard in shards):
         yield list(variables)
         return
     from tfdist.zero.update import LocalShard, all_gather_parameters
 
-    views = []
-    found: list = []
-    for variable in variables:
-        layout = layout_of(variable)
-        if layout.state is None or layout.flat is not None:
-            found.append(variable)
-        else:
-            views.append(LocalShard(variable.value, layout.state))
-            found.append(views[-1])
+    pairs = zip(variables, shards, strict=True)
+    found = [each if shard is None else LocalShard(each.value, shard) for each, shard in pairs]
     yield found
-    changed = [view for view in views if view.is_changed]
+    changed = [view for view in found if isinstance(view, LocalShard) and view.is_changed]
     if changed:
         all_gather_parameters(changed, options)
 
 
+_UPDATE = ("self", "grads", "trainable_variables")
+
 PATCHES = (
-    Patch(BaseOptimizer, "apply", ("self", "grads", "trainable_variables"), _apply),
+    Patch(BaseOptimizer, "apply", _UPDATE, _apply),
     Patch(BaseOptimizer, "apply_gradients", ("self", "grads_and_vars"), _apply_gradients),
-    Patch(LossScaleOptimizer, "apply", ("self", "grads", "trainable_variables"), _apply_scaled),
+    Patch(LossScaleOptimizer, "apply", _UPDATE, _apply_scaled),
     Patch(BaseOptimizer, "_clip_gradients", ("self", "grads"), _clip_gradients),
-    Patch(
-        TFOptimizer,
-        "_backend_update_step",
-        ("self", "grads", "trainable_variables", "learning_rate"),
-        _update_step,
-    ),
+    Patch(TFOptimizer, "_backend_update_step", (*_UPDATE, "learning_rate"), _update_step),
     Patch(
         TFOptimizer,
         "add_variable_from_reference",

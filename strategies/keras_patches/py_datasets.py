@@ -1,8 +1,7 @@
-"""A `PyDataset` with a number of steps: no batch is prepared before the epoch that takes it.
+"""A `PyDataset` with a number of steps: no batch is prepared before the epoch that uses it.
 
-Its iterator lives on across epochs. Keras prepares the next batches meanwhile, so some are prepared
-before `on_epoch_end` changes the data set, and how many is a matter of time: another number on each
-rank, whose rows would be of different batches. Its workers begin anew with each epoch besides.
+Its iterator continues over several epochs. Keras prepares batches ahead, some of them before `on_epoch_end`
+changes the dataset. Their number depends on timing, so that ranks would have rows of different batches.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-#: So many batches are prepared ahead where Keras has no queue of its own.
+#: The number of batches prepared ahead if Keras has no queue.
 _AHEAD = 2
 
-#: In a worker process, the data set.
+#: The dataset in a worker process.
 _held: Any = None
 
 
 def prepare_by_epoch(adapter, steps: int) -> None:
-    """Has Keras' adapter of a `PyDataset` prepare batches ahead within an epoch only.
+    """Makes Keras' adapter of a `PyDataset` prepare batches ahead only within an epoch.
 
     Args:
-        adapter: The adapter, before its iterator is made.
-        steps: The number of batches that an epoch draws, but for the last of the data.
+        adapter: The adapter, before its iterator is created.
+        steps: The number of batches that an epoch draws, except at the end of the data.
     """
     dataset, enqueuer = adapter.py_dataset, adapter.enqueuer
     adapter.enqueuer = None
-    # Where there is no end, workers go on when another iterator is made.
+    # Workers of infinite data continue when another iterator is created.
     shared = enqueuer.indices if enqueuer is not None and dataset.num_batches is None else None
 
     def order() -> Iterator[int]:
@@ -44,7 +43,7 @@ def prepare_by_epoch(adapter, steps: int) -> None:
 
     def batches() -> Iterator:
         indices = order()
-        # What is drawn after an epoch's last batch is drawn by the next epoch.
+        # Batches after the last one of an epoch are drawn in the next epoch.
         while epoch := list(itertools.islice(indices, steps)):
             for batch in _prepared(dataset, epoch, has_queue=enqueuer is not None):
                 if batch is not None or enqueuer is None:
@@ -54,10 +53,10 @@ def prepare_by_epoch(adapter, steps: int) -> None:
 
 
 def _prepared(dataset, indices: list[int], *, has_queue: bool) -> Iterator:
-    """The batches, in order, prepared by as many workers as the data set asks for."""
+    """The batches, in order, prepared by the number of workers of the dataset."""
     workers = max(1, dataset.workers)
     if has_queue and dataset.use_multiprocessing:
-        # Processes are started for each epoch, as by Keras: they have the data set as it is then.
+        # Processes are started for each epoch, as by Keras, with the current dataset.
         pool, get = multiprocessing.Pool(workers, _hold, (dataset,)), _held_batch
     else:
         pool, get = multiprocessing.dummy.Pool(workers), dataset.__getitem__

@@ -1,4 +1,4 @@
-"""Dropout and its kin: ranks that hold different samples draw different numbers."""
+"""Dropout and similar layers: ranks with different samples draw different numbers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import SeedGenerator
 from tfdist.step.context import current_replica
 
-#: Odd, so that no two ranks' seeds fall together; far from the steps by which Keras counts.
+#: Odd, so that the seeds of two ranks never coincide; far from the steps by which Keras counts.
 _STRIDE = 0x9E3779B1
 
 
 def _next(self, ordered=True, *, original):
-    """Moves the drawn seed by the place of the rank's samples; the state itself stays equal.
+    """Offsets the drawn seed by the place of the rank's samples; the state stays equal on all ranks.
 
-    Ranks of one tensor group hold the same samples and share the place, so they drop alike.
+    Ranks of one tensor group have the same samples and the same place, so they draw the same numbers.
     """
     seed = original(self, ordered)
     replica = current_replica()
     place = 0 if replica is None else replica.strategy.gradient_group.rank
-    if place == 0:
-        return seed
     offset = (place * _STRIDE) % (1 << 31)
-    return seed + tf.constant([offset, 0], dtype=seed.dtype)
+    return seed + tf.constant([offset, 0], dtype=seed.dtype) if place else seed
 
 
 PATCHES = (Patch(SeedGenerator, "next", ("self", "ordered"), _next),)

@@ -1,15 +1,16 @@
-"""Weights that are read from a file into the part of them that a rank keeps."""
+"""Weights that are read from a file into the parts that a rank holds."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.backend.keras.attributes import stored_shape, stored_value
-from tfdist.backend.keras.functional import defer, without_values
+from tfdist.backend.keras.functional import defer, is_deferred
 from tfdist.backend.keras.stored import StoredArray, arrays_on_demand
 from tfdist.sharding.initializers import SlicedInitializer
 from tfdist.sharding.layout import global_shape, layout_of
@@ -18,17 +19,17 @@ from tfdist.strategies.keras_patches.splits import split_variables
 
 
 def has_parts(saveable) -> bool:
-    """Whether a rank holds parts of some variables, or has no values for them yet."""
+    """Whether a rank holds parts of some variables, or some are not initialized yet."""
     variables = getattr(saveable, "variables", ())
-    return bool(split_variables(saveable)) or any(without_values(each) for each in variables)
+    return bool(split_variables(saveable)) or any(is_deferred(each) for each in variables)
 
 
 @contextlib.contextmanager
 def reading_parts(saveable) -> Iterator[None]:
-    """Inside, what Keras' loaders assign is a global array, of which a variable takes its part.
+    """Inside, Keras' loaders assign global arrays to variables, which store their parts.
 
-    Variables have their global shapes meanwhile. An array of a file in a folder is read only as far
-    as it is kept; a variable that has no value yet reads it when it gets one.
+    Variables have their global shapes inside. Of arrays in a folder only the needed parts are read. A variable
+    without a value reads its part when it is initialized.
     """
     variables = {id(each): each for each in getattr(saveable, "variables", ())}
     variables |= {id(variable): variable for variable, _ in split_variables(saveable)}
@@ -49,22 +50,22 @@ def _assigning(variable, stock):
     layout, shape = layout_of(variable), global_shape(variable)
 
     def assign(value):
-        deferred, stage = without_values(variable), layout.stage
+        deferred, stage = is_deferred(variable), layout.stage
         if stage is not None and not stage.is_here:
             return value
         if not deferred and layout.slice is None and layout.flat is None:
             return stock(np.asarray(value) if isinstance(value, StoredArray) else value)
         if tuple(value.shape) != tuple(shape):
             raise ValueError(
-                f"The weight `{variable.path}` has the shape {tuple(shape)}. Received: an array of "
-                f"shape {tuple(value.shape)}, of another model's file."
+                f"The weight `{variable.path}` requires an array of shape {tuple(shape)}. Received: shape "
+                f"{tuple(value.shape)}, from the file of another model."
             )
         if deferred:
             reads_shard = layout.flat is not None and isinstance(value, StoredArray)
-            whole = _ShardFromFile(value) if reads_shard else _FromFile(value)
-            defer(
-                variable, whole if layout.slice is None else SlicedInitializer(whole, layout.slice)
-            )
+            first: Any = _ShardFromFile(value) if reads_shard else _FromFile(value)
+            if layout.slice is not None:
+                first = SlicedInitializer(first, layout.slice)
+            defer(variable, first)
             return value
         part = value if layout.slice is None else _slice(value, layout.slice)
         if layout.flat is not None:
@@ -83,7 +84,7 @@ def _slice(value, part: Slice | NestedSlice) -> np.ndarray:
 
 
 class _FromFile:
-    """An initializer that reads the value."""
+    """An initializer that reads a value."""
 
     def __init__(self, value):
         self._value = value
@@ -97,7 +98,7 @@ class _FromFile:
 
 
 class _ShardFromFile(_FromFile):
-    """For a variable of which ranks keep shards: it reads its own."""
+    """For a sharded variable, which reads its shard itself."""
 
     def __call__(self, shape, dtype=None):
         return self._value

@@ -1,4 +1,4 @@
-"""Variables that a rank holds a part of or not at all, where Keras looks at them as a whole."""
+"""Variables that are split over ranks, as the whole arrays that Keras reads and writes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, broadcast
-from tfdist.sharding.layout import VariableLayout, global_shape, layout_of, whole_value
+from tfdist.sharding.layout import (
+    VariableLayout,
+    global_shape,
+    layout_of,
+    variables_of,
+    whole_value,
+)
 from tfdist.sharding.parts import deep_copy
 from tfdist.watchdog.hints import SAVED
 
 
 def split_variables(model: keras.Model) -> list[tuple[keras.Variable, VariableLayout]]:
-    """The split variables of a model and its optimizer, in an order that is the same on all ranks."""
-    variables = list(getattr(model, "variables", ()))
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None:
-        variables += optimizer.variables
-    found: dict[int, tuple] = {}
-    for variable in variables:
-        layout = layout_of(variable)
-        if any(part is not None for part in (layout.flat, layout.slice, layout.stage)):
-            found[id(variable)] = (variable, layout)
-    return list(found.values())
+    """The split variables of a model and its optimizer, each once, in the same order on all ranks."""
+    found = {id(variable): (variable, layout_of(variable)) for variable in variables_of(model)}
+    return [
+        (variable, layout)
+        for variable, layout in found.values()
+        if any(part is not None for part in (layout.flat, layout.slice, layout.stage))
+    ]
 
 
 def whole_values(
     variables: Sequence[tuple[keras.Variable, VariableLayout]], *, keep: bool
 ) -> dict[int, np.ndarray]:
-    """The global arrays of split variables, by the variable's id; every rank calls this.
+    """The global arrays of split variables, by the id of the variable; all ranks must call this.
 
     Args:
         variables: The split variables.
-        keep: Whether this rank wants them. One that does not holds one array at a time.
+        keep: Whether to return them on this rank; otherwise only one array is in memory at a time.
     """
     found = {}
     for variable, _ in variables:
@@ -47,7 +49,7 @@ def whole_values(
 
 
 def receive_slices(model: keras.Model, group: Group) -> None:
-    """What a rank does while the chief alone reads a file: gets its slices of what is read."""
+    """Receives this rank's parts of the arrays while the chief reads a file."""
     for variable, layout in split_variables(model):
         zeros = tf.zeros(global_shape(variable), variable.dtype)
         whole = broadcast(zeros, group, name="restored")
@@ -55,18 +57,18 @@ def receive_slices(model: keras.Model, group: Group) -> None:
 
 
 @contextlib.contextmanager
-def standing_in(
+def global_arrays(
     variables: Sequence[tuple[keras.Variable, VariableLayout]],
     wholes: dict[int, np.ndarray] | None,
     others: Group | None = None,
 ) -> Iterator[None]:
-    """Inside, split variables are global arrays: for Keras' code that reads or writes files.
+    """Inside, split variables are global arrays, for Keras' code that reads or writes files.
 
     Args:
         variables: The split variables.
-        wholes: Their global values, by id; None for zeros, of which this rank keeps its slice
-            at the end.
-        others: Where this rank alone reads a file: those that get their slices of it, too.
+        wholes: Their global values, by id; None to assign values inside, of which this rank stores its parts
+            on exit.
+        others: The ranks that receive their parts as well, if only this rank reads the file.
     """
     before = []
     try:

@@ -1,4 +1,4 @@
-"""One `train_step` or `test_step` on this rank's rows, and what it returns to the callbacks."""
+"""One `train_step` or `test_step` on this rank's rows, and its logs for the callbacks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import all_gather, all_reduce
+from tfdist.sharding.parts import flattened, unflattened
 from tfdist.sharding.updates import unwrapped
 from tfdist.step.context import ReplicaContext
 from tfdist.step.hooks import active_hooks
@@ -18,23 +19,23 @@ from tfdist.step.keras_step import KerasStep
 from tfdist.strategies.keras_patches.metric_reads import bind_metrics
 from tfdist.strategies.keras_patches.synchronization import keep_metrics_without_samples
 
-#: They hand gradients to optimizers as tapes return them.
+#: Packages whose steps pass gradients to optimizers unchanged.
 _LIBRARIES = ("keras", "tfdist")
 
 
 @contextlib.contextmanager
 def keras_step(step: KerasStep, fn: Callable, replica: ReplicaContext) -> Iterator[Callable]:
-    """Around a Keras step in replica context.
+    """A context around a Keras step in replica context.
 
-    The caller sets `step.outputs`; logs of a custom step are global when the context is left.
+    The caller sets `step.outputs`; on exit, the logs of a custom step are reduced.
 
     Args:
         step: The step.
-        fn: What computes it.
+        fn: Its function.
         replica: The replica context.
 
-    Returns:
-        A context, whose value is what to call in the place of `fn`.
+    Yields:
+        The function to call in place of `fn`.
     """
     with contextlib.ExitStack() as stack:
         for hook in active_hooks(step.model):
@@ -46,7 +47,7 @@ def keras_step(step: KerasStep, fn: Callable, replica: ReplicaContext) -> Iterat
         if step.group.size == 1:
             yield fn
             return
-        # In the graph of the step, whichever inner graph asks for them first.
+        # Created in the graph of the step, and not in an inner graph that uses them first.
         _ = step.gradient_share, step.has_samples
         put_back = None if step.is_even else keep_metrics_without_samples(step)
         bind_metrics(step.model)
@@ -59,17 +60,17 @@ def keras_step(step: KerasStep, fn: Callable, replica: ReplicaContext) -> Iterat
 
 
 def _reads_gradients(step: KerasStep, fn) -> bool:
-    """Whether code of the user's own comes by gradients before they are reduced."""
+    """Whether custom code receives gradients before they are reduced."""
     optimizer = type(unwrapped(step.model.optimizer))
     functions = (fn, *(getattr(optimizer, name, fn) for name in ("apply", "apply_gradients")))
     return any(function.__module__.split(".")[0] not in _LIBRARIES for function in functions)
 
 
 def count_rows(data) -> int | tf.Tensor:
-    """The number of samples in a batch: an int where every rank has as many.
+    """The number of samples in a batch: an int if it is the same on all ranks.
 
-    In a graph a known shape is known to all ranks alike: batches are split so, and data sets of
-    each rank's own are checked. Eager tensors always have a shape, which says nothing of others.
+    A shape that is known in a graph is the same on all ranks: batches are split in this way, and separate
+    datasets are checked. The shapes of eager tensors may differ between ranks.
     """
     for part in tf.nest.flatten(data):
         if isinstance(part, tf.RaggedTensor):
@@ -81,7 +82,7 @@ def count_rows(data) -> int | tf.Tensor:
                 return part.shape[0]
             return tf.shape(part)[0]
     raise ValueError(
-        "A batch holds at least one tensor with a batch dim. Received: "
+        "A batch must have at least one tensor with a batch dim. Received: "
         f"{tf.nest.map_structure(lambda part: getattr(part, 'shape', part), data)}."
     )
 
@@ -89,9 +90,9 @@ def count_rows(data) -> int | tf.Tensor:
 def _average_logs(logs, step: KerasStep, replica: ReplicaContext):
     """The mean over samples of each floating tensor that a custom step returned.
 
-    Such a step may return values that no metric holds, and Keras shows the last as they are.
-    Results of metrics that are global already do not change. What has a number for each row, as far
-    as that can be told, is joined.
+    Such a step may return values that are not from metrics, and Keras shows the last ones unchanged. Results of
+    metrics, which are global already, do not change. Tensors with a number for each row, if that can be
+    detected, are concatenated.
     """
     flat = [_as_tensor(value) for value in tf.nest.flatten(logs)]
     places = [
@@ -105,18 +106,16 @@ def _average_logs(logs, step: KerasStep, replica: ReplicaContext):
     if places:
         exact = any(flat[place].dtype == tf.float64 for place in places)
         wire = tf.float64 if exact else tf.float32
-        parts = [tf.reshape(tf.cast(flat[place], wire), [-1]) for place in places]
-        values = tf.concat(parts, axis=0)
-        share = tf.cast(step.share, wire)
-        means = all_reduce(tf.math.multiply_no_nan(values, share), step.group, name="logs")
-        for place, mean in zip(places, tf.split(means, [p.shape[0] for p in parts]), strict=True):
-            mean = tf.reshape(mean, flat[place].shape)
+        values = [tf.cast(flat[place], wire) for place in places]
+        own = tf.math.multiply_no_nan(flattened(values), tf.cast(step.share, wire))
+        means = unflattened(all_reduce(own, step.group, name="logs"), values)
+        for place, mean in zip(places, means, strict=True):
             flat[place] = tf.cast(mean, flat[place].dtype)
     return tf.nest.pack_sequence_as(logs, flat)
 
 
 def _as_tensor(value):
-    """A log, if it may be another on each rank, as a tensor: in a graph all others are constants."""
+    """Converts a log that may differ between ranks to a tensor; in a graph, numbers are constants."""
     is_variable = isinstance(value, keras.Variable | tf.Variable)
     if is_variable or (
         tf.executing_eagerly() and isinstance(value, float | np.floating | np.ndarray)
@@ -126,7 +125,7 @@ def _as_tensor(value):
 
 
 def _has_rows(value: tf.Tensor, step: KerasStep) -> bool:
-    """Whether its first dim is that of the rows: it is open in a graph, or not the same on all ranks."""
+    """Whether dim 0 is that of the rows: it is unknown in a graph, or differs between ranks."""
     if value.shape.rank == 0:
         return False
     if not tf.executing_eagerly():

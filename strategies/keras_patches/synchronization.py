@@ -1,4 +1,4 @@
-"""Variables that ranks must agree on: at the start of training, and where layers keep state."""
+"""Synchronization of variables at the start of training, and of the states of layers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import tensorflow as tf
 
 from tfdist.backend.graph.dependence import trace_back
 from tfdist.backend.keras.attributes import stored_value
-from tfdist.backend.keras.functional import without_values
+from tfdist.backend.keras.functional import is_deferred
 from tfdist.collectives import broadcast
 from tfdist.collectives.shared import is_shared
 from tfdist.gradients.buckets import buckets
 from tfdist.sharding.layout import replicated_variables
-from tfdist.sharding.parts import deep_copy
+from tfdist.sharding.parts import deep_copy, flattened, unflattened
 from tfdist.sharding.states import average_states, layer_states
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.local_steps import local_optimizer
 
 
 def broadcast_variables(model: keras.Model) -> None:
-    """Gives all ranks the chief's weights and optimizer state.
+    """Broadcasts the chief's weights and optimizer state to all ranks.
 
-    Ranks that drew the same seeds already agree; what a user or a callback loaded on one rank
-    only, they do not.
+    Initial values are the same on all ranks already, but a user or a callback may have loaded weights on one
+    rank only.
     """
     strategy = model.distribute_strategy
     kinds: dict[tuple[str, ...], list] = {}
     local = local_optimizer(model)
-    # A checkpoint may just have given each rank what is its own.
+    # A checkpoint may just have restored the state of each rank.
     shared = local is None or not local.is_resumed
     for variable, axes in replicated_variables(model, after_sync=shared):
         kinds.setdefault(axes, []).append(variable)
@@ -38,67 +38,60 @@ def broadcast_variables(model: keras.Model) -> None:
         some.sort(key=lambda variable: variable.dtype)
         values = [(place, variable.value) for place, variable in enumerate(some)]
         for bucket in buckets(values, strategy.gradient_options.bucket_bytes):
-            parts = [tf.reshape(tf.convert_to_tensor(some[p].value), [-1]) for p in bucket]
-            flat = broadcast(tf.concat(parts, axis=0), strategy.group(*axes), name="variables")
-            sizes = [part.shape.num_elements() for part in parts]
-            # A variable that kept its part of a bucket's memory would keep all of it.
-            for place, part in zip(bucket, tf.split(flat, sizes), strict=True):
-                some[place].assign(tf.reshape(deep_copy(part), some[place].shape))
+            own = [tf.convert_to_tensor(some[place].value) for place in bucket]
+            flat = broadcast(flattened(own), strategy.group(*axes), name="variables")
+            for place, value in zip(bucket, unflattened(flat, own), strict=True):
+                # A view would keep the memory of the whole bucket.
+                some[place].assign(deep_copy(value))
 
 
 def synchronize_layer_states(model: keras.Model) -> None:
-    """Averages what layers keep of the batches they saw, over the ranks that saw others.
+    """Averages the states of layers over ranks with different batches.
 
-    A BatchNormalization that is not `synchronized` follows its own rank's rows. Its moving
-    averages are linear in what it saw, so averaging them when they are read gives what averaging
-    after every step would.
+    The moving averages of a BatchNormalization that is not `synchronized` depend on the rows of its rank. They
+    are linear in the statistics of the batches, so averaging them when they are read gives the same result as
+    averaging after every step.
     """
     average_states(layer_states(model), model.distribute_strategy.gradient_group)
 
 
 def keep_metrics_without_samples(step: KerasStep) -> Callable:
-    """Notes what metrics have counted; the returned function puts it back where a rank has no sample.
+    """Records the counts of metrics; the returned function restores them if a rank has no samples.
 
     Args:
-        step: The Keras step under way.
+        step: The current Keras step.
     """
     metrics = [variable for metric in step.model.metrics for variable in metric.variables]
     return kept_where_empty(metrics, tf.convert_to_tensor(step.rows))
 
 
 class StatesOfCall:
-    """What a layer keeps of past samples, noted before it is called with a row that is not there.
+    """The states of a layer that depend on past samples, recorded before a call with padding.
 
     Args:
         layer: The layer.
-        is_alone: Whether no other rank's samples move anything.
+        is_alone: Whether no state depends on samples of other ranks.
     """
 
     def __init__(self, layer: keras.layers.Layer, *, is_alone: bool):
         states = layer_states(layer, of_own_rows=not is_alone)
-        self._states = [state for state in states if not without_values(state)]
+        self._states = [state for state in states if not is_deferred(state)]
         self._is_alone = is_alone
         self._before = [tf.identity(state.value) for state in self._states]
         self._begin = 0 if tf.executing_eagerly() else len(_graph().get_operations())
 
     def put_back(self, rows: tf.Tensor) -> None:
-        """Undoes what the call has assigned, if there are no rows.
+        """Restores states that the call has assigned, if there are no rows.
 
-        States that follow what all ranks have gathered or added up stay as they are.
+        States that are computed from the rows of all ranks are not restored.
         """
         moved = range(len(self._states)) if tf.executing_eagerly() else self._moved()
-        if not moved:
-            return
-
-        def put_back():
-            for place in moved:
-                self._states[place].assign(self._before[place])
-            return rows
-
-        tf.cond(tf.equal(rows, 0), put_back, lambda: rows)
+        if moved:
+            states, before = [self._states[p] for p in moved], [self._before[p] for p in moved]
+            _restore_where_empty(states, before, rows)
 
     def _moved(self) -> list[int]:
-        """The places of states that operations of the call assign by this rank's own rows."""
+        """The places of states that operations of the call assign from this rank's rows."""
         graph = _graph()
         places = {
             graph.capture(stored_value(state).handle).name: place
@@ -116,7 +109,7 @@ class StatesOfCall:
 
 
 def _is_same_on_all_ranks(operation: tf.Operation) -> bool:
-    """Whether what an operation assigns is made of nothing but what all ranks have."""
+    """Whether an operation assigns a value that is the same on all ranks."""
     is_assignment = operation.type.startswith("Assign") and operation.type.endswith("VariableOp")
     return is_assignment and trace_back(operation.inputs[1:], is_shared)[1]
 
@@ -126,17 +119,20 @@ def _graph() -> tf.Graph:
 
 
 def kept_where_empty(variables: Sequence[keras.Variable], rows: tf.Tensor) -> Callable:
-    """Notes the values of variables; the returned function puts them back if there are no rows.
+    """Records the values of variables; the returned function restores them if there are no rows.
 
     Args:
         variables: The variables.
         rows: This rank's number of samples, an int32 scalar.
     """
     before = [tf.identity(variable.value) for variable in variables]
+    return lambda: _restore_where_empty(variables, before, rows)
 
-    def put_back():
-        for variable, value in zip(variables, before, strict=True):
+
+def _restore_where_empty(variables: Sequence, values: Sequence, rows: tf.Tensor) -> None:
+    def restore():
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
         return rows
 
-    return lambda: tf.cond(tf.equal(rows, 0), put_back, lambda: rows)
+    tf.cond(tf.equal(rows, 0), restore, lambda: rows)

@@ -1,4 +1,4 @@
-"""Gradient tapes: what a step of the user's own reads of gradients is of the global batch."""
+"""Gradient tapes: the gradients that a custom step reads are those of the global batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdist.step.context import current_replica
 
 
 def _gradient(self, target, sources, *args, original, **kwargs):
-    """Without it a step that clips, logs or adds up gradients would take this rank's for those of all."""
+    """Returns gradients of the global batch to steps that read them, and not those of this rank."""
     replica = current_replica()
     with passing(sources):
         if replica is None or replica.gradient_reads is None:

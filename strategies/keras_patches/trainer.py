@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict`: what ranks agree on around Keras' own loops."""
+"""`fit`, `evaluate` and `predict`: checks and synchronization around Keras' loops."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tfdist.strategies.keras_patches.callbacks import (
     check_callbacks,
     reads_batch_logs,
 )
-from tfdist.strategies.keras_patches.data import batch_of, first_batch_compared, recorded
+from tfdist.strategies.keras_patches.data import batch_of, first_batch_compared, recording_position
 from tfdist.strategies.keras_patches.models import (
     adopt_optimizers,
     out_of_memory,
     refuse_xla,
     strategy_of_ranks,
 )
-from tfdist.strategies.keras_patches.scopes import notice_no_scope
+from tfdist.strategies.keras_patches.scopes import warn_of_no_scope
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 from tfdist.strategies.randomness import share_random_state
 
@@ -58,10 +58,10 @@ def _predict(self, *args, original, **kwargs):
 
 @contextlib.contextmanager
 def _under_way(kind: str, original: Callable, model, *args, **kwargs) -> Iterator[dict[str, Any]]:
-    """Around a call: ranks agree on its arguments, and hooks take part in it.
+    """Checks the arguments of a call on all ranks, and enters its hooks.
 
-    Returns:
-        A context, whose value are the arguments to call `original` with.
+    Yields:
+        The arguments for `original`.
     """
     arguments = _arguments(original, model, *args, **kwargs)
     strategy = strategy_of_ranks(model)
@@ -71,15 +71,17 @@ def _under_way(kind: str, original: Callable, model, *args, **kwargs) -> Iterato
     if isinstance(given, keras.callbacks.CallbackList) and kind != "evaluate":
         arguments["callbacks"] = list(given.callbacks)
     elif isinstance(given, keras.callbacks.CallbackList):
-        # An `evaluate` inside of `fit`, whose callbacks and hooks there are already.
+        # An `evaluate` inside `fit`, whose callbacks and hooks are active already.
         if strategy is not None:
             synchronize_layer_states(model)
         yield arguments
         return
-    if kind == "fit":
-        _prepare_fit(model)
+    if kind == "fit" and strategy_of(model) is None:
+        warn_of_no_scope(model)
+    elif kind == "fit":
+        adopt_optimizers(model, strategy_of(model))
     with contextlib.ExitStack() as stack:
-        make_position = functools.partial(recorded, stack) if kind == "fit" else None
+        make_position = functools.partial(recording_position, stack) if kind == "fit" else None
         fit = FitContext(kind, model, model.distribute_strategy, arguments, make_position)
         hooks = fit_hooks(model, fit.callbacks)
         if strategy is not None:
@@ -94,15 +96,8 @@ def _under_way(kind: str, original: Callable, model, *args, **kwargs) -> Iterato
         yield arguments
 
 
-def _prepare_fit(model) -> None:
-    if strategy_of(model) is None:
-        notice_no_scope(model)
-    else:
-        adopt_optimizers(model, strategy_of(model))
-
-
 def _share(strategy, kind: str, model, stack: contextlib.ExitStack) -> None:
-    """What ranks must have in common before a loop: random states, and what layers have counted."""
+    """Synchronizes state before a loop: random states for `fit`, otherwise states of layers."""
     if kind == "fit":
         share_random_state(strategy.group())
         stack.enter_context(first_batch_compared())
@@ -118,17 +113,16 @@ def _arguments(original, *args, **kwargs) -> dict:
 
 
 def _maybe_symbolic_build(self, iterator=None, data_batch=None, *, original):
-    """Builds the model from the specification of a batch, where Keras would take a batch.
+    """Builds the model from the specification of a batch, for which Keras would draw a batch.
 
-    Keras draws it from the data set, and only under a strategy: a data set that shuffles anew each
-    time would yield another order than without one. What cannot be built so makes its variables in
-    the first step, as it does without a strategy: a model without `call`, as that of a GAN often is,
-    or one whose steps take data of a form of their own.
+    Keras draws it only under a strategy, so that a dataset that shuffles would yield another order than without
+    one. A model that cannot be built in this way creates its variables in the first step, as without a
+    strategy: a model without `call`, such as that of a GAN, or with a custom format of data.
     """
     strategy = strategy_of(self)
     if strategy is None:
         if iterator is not None and hasattr(self.distribute_strategy, "fit_hooks"):
-            # An asynchronous strategy.
+            # An asynchronous strategy, which is not a `DistributedStrategy`.
             return original(self, None, batch_of(iterator))
         return original(self, iterator, data_batch)
     if type(self).call is keras.Model.call:
@@ -140,15 +134,14 @@ def _maybe_symbolic_build(self, iterator=None, data_batch=None, *, original):
     except Exception as error:
         if type(self).train_step is keras.Model.train_step:
             raise
-        # What is wrong with the model itself the first step says again.
-        _logger.info("%s makes its variables in the first step: %s", self.name, error)
+        # The first step raises errors of the model itself again.
+        _logger.info("%s creates its variables in the first step: %s", self.name, error)
         return None
 
 
 def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:
-    """Sets the callbacks and the verbosity of this rank, and what of the logs is reduced."""
-    given = arguments["callbacks"]
-    given = list(tf.nest.flatten(given)) if given is not None else []
+    """Sets the callbacks and the verbosity of this rank, and whether logs of batches are reduced."""
+    given = list(tf.nest.flatten(arguments["callbacks"] or []))
     check_callbacks(given, arguments["self"])
     wanted = reads_batch_logs(given) or arguments["verbose"] in (1, "auto")
     anywhere = all_reduce(tf.constant(wanted), strategy.group(), "max", name="reads-batch-logs")
@@ -158,14 +151,11 @@ def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:
         arguments["verbose"] = 0
 
 
+_BUILD = ("self", "iterator", "data_batch")
+
 PATCHES = (
     Patch(TensorFlowTrainer, "fit", ("self", "x", "y"), _fit),
     Patch(TensorFlowTrainer, "evaluate", ("self", "x", "y"), _evaluate),
     Patch(TensorFlowTrainer, "predict", ("self", "x"), _predict),
-    Patch(
-        TensorFlowTrainer,
-        "_maybe_symbolic_build",
-        ("self", "iterator", "data_batch"),
-        _maybe_symbolic_build,
-    ),
+    Patch(TensorFlowTrainer, "_maybe_symbolic_build", _BUILD, _maybe_symbolic_build),
 )

@@ -1,4 +1,4 @@
-"""Keras' loop over batches, where a worker has some of all."""
+"""The number of batches in Keras' loop, if a worker has only some of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tfdist.data.sharding import own_batches
 
 
 def count_own_batches(iterator) -> None:
-    """Has Keras' loop over batches count those of this worker alone, where it has some of all."""
+    """Makes Keras' loop count only the batches of this worker, if it has only some of them."""
     share = own_batches(iterator._distributed_dataset)
     if share is not None:
         iterator.data_adapter = _OwnBatches(iterator.data_adapter, *share)
@@ -14,7 +14,7 @@ def count_own_batches(iterator) -> None:
 
 
 class _OwnBatches:
-    """A data adapter of Keras' that counts this worker's batches only."""
+    """A data adapter of Keras that counts only this worker's batches."""
 
     def __init__(self, adapter, num_workers: int, worker: int):
         self._adapter = adapter
@@ -25,14 +25,14 @@ class _OwnBatches:
 
     @property
     def num_batches(self) -> int | None:
-        """This worker's batches of an epoch; None where it is not known."""
+        """The number of this worker's batches in an epoch; None if it is unknown."""
         total = self._adapter.num_batches
         if total is None:
             return None
         if total < self._num_workers:
             raise ValueError(
-                f"Each worker takes every {self._num_workers}th batch of an epoch. Received: "
-                f"{total} batch(es) for {self._num_workers} workers. Take smaller batches, or fewer "
+                "An epoch must have at least one batch for each worker. Received: "
+                f"{total} batch(es) for {self._num_workers} workers. Use smaller batches, or fewer "
                 "workers."
             )
         return len(range(self._worker, total, self._num_workers))

@@ -1,8 +1,8 @@
-"""Callbacks that write, on ranks that do not: they take part in what needs all ranks, and write nothing.
+"""Callbacks that write files: only the chief writes, and other ranks take part in collectives.
 
-Keras' own writers are left out there, since they only write what they are shown. One that somebody has
-derived from them may do anything else as well, as call the model for a picture, which is work for all
-ranks. It runs on every rank, and its files are in a temporary folder on all but the chief.
+Keras' own writers only run on the chief, since they only write logs. A class that is derived from them may also
+do work that needs all ranks, such as calling the model for a picture. It runs on every rank, and its files are
+in a temporary folder on all ranks but the chief.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ _FOLDER, _RESTORES = "_tfdist_folder", "_tfdist_restores"
 
 
 def silence(callback) -> None:
-    """Has a writer leave the user's files, and the network, alone; a second call does nothing.
+    """Redirects the files of a writer to a temporary folder; a second call does nothing.
 
-    Bars are silent by `verbose=0`, which `fit` has on ranks other than the chief.
+    Progress bars are disabled by `verbose=0`, which `fit` sets on ranks other than the chief.
 
     Args:
-        callback: Any callback. One that derives from none of `WRITERS` stays as it is.
+        callback: Any callback. Classes that are not derived from `WRITERS` are not changed.
     """
     if not isinstance(callback, WRITERS) or hasattr(callback, _FOLDER):
         return
-    # It goes with the callback, or with the process.
+    # It is deleted together with the callback, or at the end of the process.
     folder = tempfile.TemporaryDirectory(prefix="tfdist-silent-", ignore_cleanup_errors=True)
     setattr(callback, _FOLDER, folder)
     if isinstance(callback, keras.callbacks.CSVLogger):
         callback.filename = os.path.join(folder.name, "log.csv")
     if isinstance(callback, keras.callbacks.TensorBoard):
         callback.log_dir = folder.name
-        # What needs no other rank, and takes time. The profiler is one for the process.
+        # They need no other rank, and cost time. There is one profiler per process.
         callback.write_graph = callback._should_trace = False
-        # Writers of its own, as for pictures, that were made with it.
+        # Custom writers, for example of pictures, that the callback has created.
         for name, value in list(vars(callback).items()):
             if isinstance(value, tf.summary.SummaryWriter):
                 setattr(callback, name, tf.summary.create_file_writer(folder.name))
 
 
 def _send(self, *args, original, **kwargs):
-    """What `RemoteMonitor` shows it shows once, not once for each rank."""
+    """Sends the logs of a `RemoteMonitor` only from the chief."""
     return None if hasattr(self, _FOLDER) else original(self, *args, **kwargs)
 
 
 def note_restores(backup: keras.callbacks.BackupAndRestore, restores: bool) -> None:
-    """Tells a backup, before the training begins, whether the chief is about to restore."""
+    """Records for a backup, before training begins, whether the chief will restore it."""
     setattr(backup, _RESTORES, restores)
 
 
 def _writes(callback) -> bool:
-    """Whether a callback is on the rank that writes for all."""
+    """Whether a callback is on the rank that writes files for all."""
     strategy = strategy_of(callback.model)
     return strategy is None or strategy.group().size == 1 or strategy.is_chief
 
 
 def _restore(self, *args, original, **kwargs):
-    """What the chief restores reaches this rank with its weights, slices of split ones here."""
+    """Restores a backup on the chief; other ranks receive their parts of split weights."""
     if _writes(self):
         original(self, *args, **kwargs)
     elif getattr(self, _RESTORES, False):
@@ -77,7 +77,7 @@ def _restore(self, *args, original, **kwargs):
 
 
 def _back_up(self, *args, original, **kwargs):
-    """Other ranks than the chief take part in the save, and touch no file."""
+    """Saves a backup on the chief; other ranks only take part in the collectives."""
     if _writes(self):
         save_checkpoint(self, *args, original=original, **kwargs)
     else:

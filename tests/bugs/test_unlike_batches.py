@@ -133,7 +133,9 @@ def warned(strategy, *, data) -> list[int]:
     with mock.patch("absl.logging.warning") as warning:
         for _ in range(2):
             model.fit(data(strategy), steps_per_epoch=2, epochs=2, verbose=0)
-            found.append(sum("another first batch" in call.args[0] for call in warning.mock_calls))
+            found.append(
+                sum("a different first batch" in call.args[0] for call in warning.mock_calls)
+            )
     return found
 
 
@@ -201,7 +203,7 @@ def test_no_batch_is_drawn_for_it(pool):
 def forgets_scope(strategy, *, inside: bool):
     """How often it is said in two calls of `fit`; of `evaluate` and `predict` it is not."""
     start()
-    scopes._said = False
+    scopes._has_warned = False
     x = np.ones((4, 2), "float32")
     with strategy.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -213,7 +215,7 @@ def forgets_scope(strategy, *, inside: bool):
     with mock.patch("absl.logging.warning") as warning:
         for call in (model.evaluate, model.fit, model.fit):
             call(x, x[:, :1], verbose=0)
-            said.append(sum("outside of" in call.args[0] for call in warning.mock_calls))
+            said.append(sum("created outside" in call.args[0] for call in warning.mock_calls))
         model.predict(x, verbose=0)
     return said
 

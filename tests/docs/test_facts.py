@@ -111,7 +111,7 @@ def sentences() -> list[tuple[str, str]]:
 
     english = {2: "two", 4: "four", 10: "ten"}
     versions = f"TensorFlow {range_of('tensorflow')}, Keras {range_of('keras')}"
-    mib, most = BUCKET_BYTES >> 20, P2PEngine.most_members
+    mib, most = BUCKET_BYTES >> 20, P2PEngine.max_group_size
     start_step = Compressor.__init__.__kwdefaults__["start_step"]
     flight, sharded = english[MAX_IN_FLIGHT], english[MAX_IN_FLIGHT_SHARDED]
     return [

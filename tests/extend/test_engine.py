@@ -183,11 +183,11 @@ def test_an_operation_that_does_not_return_is_named():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match="`make_engine` is a function"):
+    with pytest.raises(TypeError, match="`make_engine` must be a function"):
         check_engine("sockets")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`num_ranks` is an int of at least 2"):
+    with pytest.raises(ValueError, match="`num_ranks` must be an int of at least 2"):
         check_engine(SocketEngine, 1)
-    with pytest.raises(ValueError, match="`dtypes` is some of float32"):
+    with pytest.raises(ValueError, match="`dtypes` must be some of float32"):
         check_engine(SocketEngine, dtypes=["complex64"])
     with pytest.raises(ValueError, match="or a function that makes an Engine"):
         RankPool(2, engine="sockets")

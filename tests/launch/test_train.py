@@ -242,7 +242,9 @@ def test_a_training_goes_on_in_its_workdir(tmp_path, data_dir):
     assert last_word(done) == whole and "Epoch" not in done.stdout
     refused = run([*parts, "--model=convnet"])
     assert refused.returncode == 2
-    assert "is not a checkpoint of this model" in refused.stderr.strip().splitlines()[-1], refused.stderr
+    assert "is not a checkpoint of this model" in refused.stderr.strip().splitlines()[-1], (
+        refused.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import slow_but
 from tests.pipeline import several
 from tests.scripts.families import FAMILIES
-from tfdist.backend.keras.functional import without_values
+from tfdist.backend.keras.functional import is_deferred
 from tfdist.pipeline import deferred_weights
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.cuts import Step, order, places
@@ -166,7 +166,7 @@ def test_what_models_of_keras_hub_are_cut_into():
         "token_embedding",
     ]
     assert all(len(segment.after) == 1 for segment in lm.segments)
-    assert all(without_values(v) for v in _deferred_lm().segments[0].variables)
+    assert all(is_deferred(v) for v in _deferred_lm().segments[0].variables)
 
 
 def _deferred_lm():

@@ -264,7 +264,9 @@ def test_nobody_calls(listener):
 def test_nobody_listens():
     with bind() as sock:
         address = sock.getsockname()
-    with pytest.raises(TimeoutError, match=f"Could not connect to the test at 127.0.0.1:{address[1]}"):
+    with pytest.raises(
+        TimeoutError, match=f"Could not connect to the test at 127.0.0.1:{address[1]}"
+    ):
         connect(address, KEY, PURPOSE, timeout=0.5)
 
 

@@ -36,7 +36,7 @@ DIFFERENCES = {
         lambda a: {"x": _dataset(a, 2).repeat()},
         "`x` is",
         "2 batches",
-        "an endless data set",
+        "an infinite dataset",
     ),
 }
 
@@ -224,5 +224,5 @@ def test_a_batch_that_is_larger_than_the_data_is_told(monkeypatch, batch_size, t
     assert bool(said) == told
     if told:
         assert said[0][0] % said[0][1:] == (
-            "tfdist: batch_size=32 is more than the data has, 8 rows: an epoch is one step."
+            "tfdist: batch_size=32 is larger than the data, 8 rows: an epoch is one step."
         )

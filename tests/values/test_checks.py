@@ -88,7 +88,7 @@ def test_what_is_wrong_is_one_line_with_the_name(check):
         except (ValueError, TypeError) as error:
             refused += 1
             text = str(error)
-            assert text.startswith("`it` is "), text
+            assert text.startswith("`it` must be "), text
             assert f"Received: it={checks.shown(value)}." in text
             assert "\n" not in text
             assert len(text) < 300
@@ -106,7 +106,10 @@ def test_what_is_wrong_is_one_line_with_the_name(check):
         (lambda: checks.number("n", 2, above=0, maximum=1), "above 0 and at most 1."),
         (lambda: checks.number("n", float("nan")), "a finite number. Received: n=nan."),
         (lambda: checks.one_of("n", 1.0, (1, 2)), "one of 1, 2. Received: n=1.0."),
-        (lambda: checks.integers("n", [0], minimum=1), "integers of at least 1, not empty."),
+        (
+            lambda: checks.integers("n", [0], minimum=1),
+            "a non-empty list or tuple of integers of at least 1.",
+        ),
     ],
 )
 def test_messages(call, words):

@@ -285,5 +285,5 @@ def test_ranks_of_large_groups_are_packed(ranks):
 def test_ranks_that_are_none_are_refused(ranks):
     message = Report(1).to_message()
     message["waiting"] = [{"name": "g", "ranks": ranks, "occurrence": 1, "seconds": 2.0}]
-    with pytest.raises(ValueError, match="malformed"):
+    with pytest.raises(ValueError, match="not valid"):
         Report.from_message(message, 2000)

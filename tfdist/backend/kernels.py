@@ -1,6 +1,6 @@
-"""Kernels of an optional library, which layers may use in place of several TensorFlow operations.
+"""Kernels of an optional library, which layers may use instead of several TensorFlow operations.
 
-They are those of the add-on `tfdist.addons.cpu_kernels`. Everything works without it.
+They are provided by the add-on `tfdist.addons.cpu_kernels`. Everything works without it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.utils.lazy import find_addon
+from tfdist.utils.temporary import attributes_set
 
 
 class _Local(threading.local):
@@ -24,34 +24,29 @@ _local = _Local()
 
 
 def kernels() -> Any:
-    """The module of the kernels, as TensorFlow makes it of the library; only where `has_kernels()`."""
+    """The module of the kernels, created by TensorFlow from the library; requires `has_kernels()`."""
     addon: Any = find_addon("cpu_kernels")
     return addon.LIBRARY.load()
 
 
 @functools.cache
 def has_kernels() -> bool:
-    """Whether the library is there; its kernels work in the memory of the host."""
+    """Whether the library is available and there is no GPU; its kernels use the memory of the host."""
     addon = find_addon("cpu_kernels")
     has_library = addon is not None and addon.LIBRARY.find() is not None
     return has_library and not tf.config.list_physical_devices("GPU")
 
 
-@contextlib.contextmanager
-def enabling_kernels() -> Iterator[None]:
-    """Inside, kernels are enabled as in a step: in generation, and in graphs that are only counted."""
-    before, _local.enabled = _local.enabled, True
-    try:
-        yield
-    finally:
-        _local.enabled = before
+def enabling_kernels() -> contextlib.AbstractContextManager[None]:
+    """Enables kernels inside as in a step: for generation, and for graphs that are only analyzed."""
+    return attributes_set(_local, enabled=True)
 
 
 def kernels_enabled() -> bool:
-    """Whether code that runs now may use kernels: in a step of one of tfdist's strategies, or in `enabling_kernels`.
+    """Whether kernels may be used now: in a step of a strategy of tfdist, or in `enabling_kernels`.
 
-    XLA cannot compile them: on several ranks it compiles no step, on one where the model says so. A model
-    that is exported must run where the library is not installed; it is traced outside of steps.
+    XLA cannot compile them: on several ranks it compiles no step, on one rank if the model requests it. An
+    exported model must run without the library; it is traced outside of steps.
     """
     if _local.enabled:
         return has_kernels()

@@ -39,18 +39,13 @@ def checked_tensor(
     except (ValueError, TypeError, OverflowError) as error:
         meaning = "a tensor, or an object that TensorFlow converts to one"
         raise checks.refuse(argument, tensor, meaning, TypeError) from error
-    if not (may_be_text and found.dtype == tf.string):
-        check_carried(found.dtype)
-    return found
-
-
-def check_carried(dtype: tf.DType) -> None:
-    """Raises TypeError for a dtype that operations other than `all_gather` cannot send."""
-    if dtype in (tf.string, tf.variant, tf.resource):
+    refused = {tf.variant, tf.resource} if may_be_text else {tf.string, tf.variant, tf.resource}
+    if found.dtype in refused:
         raise TypeError(
             "This operation requires numbers or booleans; only `all_gather` supports strings. "
-            f"Received: a tensor of dtype {dtype.name}. Send ids instead of strings."
+            f"Received: a tensor of dtype {found.dtype.name}. Send ids instead of strings."
         )
+    return found
 
 
 def check_group(group: Group, name: str | None) -> None:

@@ -61,8 +61,8 @@ class HostCounter:
 class Entry:
     """The counts of one collective."""
 
-    def __init__(self, name: str, group: str, ranks: tuple[int, ...]):
-        self.name, self.group, self.ranks = name, group, ranks
+    def __init__(self, name: str, ranks: tuple[int, ...]):
+        self.name, self.ranks = name, ranks
         self.begun_on_host, self.ended_on_host = HostCounter(), HostCounter()
         self.begun: Counter | None = None
         self.ended: Counter | None = None

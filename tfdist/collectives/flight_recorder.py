@@ -36,33 +36,25 @@ class InFlight:
 
     Attributes:
         name: The operation, and the layer or variables that it serves.
-        group: The label of its group.
         ranks: The ranks of its group.
         occurrence: The number of times that this operation has begun, including this one: the number
             of the step for an operation that runs once per step.
     """
 
     name: str
-    group: str
     ranks: tuple[int, ...]
     occurrence: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocked:
+class Blocked(InFlight):
     """A collective that a thread cannot leave before other ranks have begun it.
 
     Attributes:
-        name: As in `InFlight`.
-        ranks: As in `InFlight`.
         needed: The ranks that have to begin it.
-        occurrence: As in `InFlight`.
     """
 
-    name: str
-    ranks: tuple[int, ...]
     needed: tuple[int, ...]
-    occurrence: int
 
 
 class Flight:
@@ -81,7 +73,7 @@ class Flight:
     ):
         self.name = name
         self._recorder, self._needed = recorder, needed
-        self._entry = recorder._entry(name, group.label, group.ranks) if recorder.enabled else None
+        self._entry = recorder._entry(name, group.ranks) if recorder.enabled else None
         self._stamps = current_stamps()
         self._column = Column("call", name, lane, ranks=group.ranks)
         self._ended: Counter | HostCounter | None = None
@@ -173,12 +165,12 @@ class FlightRecorder:
 
     def in_flight(self) -> list[InFlight]:
         """The collectives that have begun and not ended."""
-        found = []
-        for entry in self._all():
-            begun, ended = entry.counts()
-            if begun > ended + entry.abandoned:
-                found.append(InFlight(entry.name, entry.group, entry.ranks, begun))
-        return found
+        counted = [(entry, *entry.counts()) for entry in self._all()]
+        return [
+            InFlight(entry.name, entry.ranks, begun)
+            for entry, begun, ended in counted
+            if begun > ended + entry.abandoned
+        ]
 
     def blocked(
         self, thread: int, flying: Sequence[InFlight], in_graph: Callable[[], bool]
@@ -246,10 +238,6 @@ class FlightRecorder:
             if begun == call.occurrence:
                 entry.abandoned = begun - ended
 
-    def names(self) -> list[str]:
-        """The collectives that this rank has traced or called eagerly, each once."""
-        return [entry.name for entry in self._all()]
-
     def progress(self) -> int:
         """The number of calls that have ended."""
         return sum(entry.counts()[1] for entry in self._all())
@@ -270,12 +258,11 @@ class FlightRecorder:
                 self._threads.add(thread)
         return threading.get_ident()
 
-    def _entry(self, name: str, group_label: str, ranks: tuple[int, ...]) -> Entry:
-        key = (name, ranks)
+    def _entry(self, name: str, ranks: tuple[int, ...]) -> Entry:
         with self._lock:
-            if key not in self._entries:
-                self._entries[key] = Entry(name, group_label, ranks)
-            return self._entries[key]
+            if (name, ranks) not in self._entries:
+                self._entries[name, ranks] = Entry(name, ranks)
+            return self._entries[name, ranks]
 
 
 def _blocked_in(calls: Iterable[tuple[Entry, tuple[int, ...]]]) -> list[Blocked]:
@@ -283,7 +270,7 @@ def _blocked_in(calls: Iterable[tuple[Entry, tuple[int, ...]]]) -> list[Blocked]
     for entry, needed in calls:
         begun, ended = entry.counts()
         if needed and begun == ended + 1 and begun > entry.suspect:
-            found.append(Blocked(entry.name, entry.ranks, needed, begun))
+            found.append(Blocked(entry.name, entry.ranks, begun, needed))
     return found
 
 

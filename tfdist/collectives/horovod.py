@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import types
+from collections.abc import Callable
 
 import psutil
 import tensorflow as tf
@@ -28,6 +29,7 @@ from tfdist.utils.untested import say_untested
 
 _logger = logging.getLogger("tfdist")
 
+_OPERATORS = {"sum": "Sum", "mean": "Average", "max": "Max", "min": "Min"}
 #: Horovod's default polling interval, in ms. With its own default of 1 ms polling takes up to a fifth
 #: of a core that also computes.
 _CYCLE_MS = 2.5
@@ -84,13 +86,11 @@ class HorovodEngine(Engine):
     """Horovod's Gloo, MPI or NCCL operations.
 
     Process sets are created once, when Horovod starts: sets that are added later cost a round of
-    communication at every use of Horovod. So `send` and `recv` reach ranks along the axes named in
-    `pairs_along`, and the other rank of any group of two.
+    communication at every use of Horovod. So `send` and `recv` reach ranks along `mesh.message_axes`, and
+    the other rank of any group of two.
 
     Args:
         mesh: The mesh, which is resolved for Horovod's world.
-        pairs_along: Mesh axes along which any two ranks may send to each other; `mesh.message_axes` by
-            default.
         deterministic: Whether each tensor is reduced separately. By default Horovod fuses tensors that
             are ready at the same time, and the position of a number in the fused buffer determines the
             order of the ranks in its sum.
@@ -103,25 +103,19 @@ class HorovodEngine(Engine):
     move_as = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
     def __init__(
-        self,
-        mesh: Mesh | None = None,
-        pairs_along: tuple[str, ...] | None = None,
-        deterministic: bool = False,
-        has_p2p: bool = False,
+        self, mesh: Mesh | None = None, deterministic: bool = False, has_p2p: bool = False
     ):
         checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
         self.is_deterministic = checks.boolean("deterministic", deterministic)
         self._hvd = hvd = import_horovod()
-        mesh = mesh or Mesh()
         scheduled, started = started_by_scheduler(), started_by_horovod()
         if scheduled and not started:
             if not hvd.mpi_built():
                 join("horovod", scheduled)
             started = scheduled.rank, scheduled.size
         rank, size = started or (0, 1)
-        resolved = mesh.resolve(size=size, rank=rank)
-        pairs_along = resolved.message_axes if pairs_along is None else pairs_along
-        sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in rank_sets(resolved, pairs_along)}
+        resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
+        sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in rank_sets(resolved)}
         if hvd.is_initialized():
             raise RuntimeError(
                 "Horovod must not be initialized before the strategy: Horovod is already running in this "
@@ -145,13 +139,12 @@ class HorovodEngine(Engine):
 
     def all_reduce(self, tensor, group, reduction, name):
         """`hvd.allreduce`."""
-        return self._hvd.mpi_ops._allreduce(
-            _varying(tensor), op=self._operator(reduction), **self._options(group, name)
-        )
+        operator = getattr(self._hvd, _OPERATORS[reduction])
+        return self._run(self._hvd.mpi_ops._allreduce, tensor, group, name, op=operator)
 
     def all_gather(self, tensor, group, name):
         """`hvd.allgather`, which supports different sizes."""
-        return self._hvd.allgather(_varying(tensor), **self._options(group, name))
+        return self._run(self._hvd.allgather, tensor, group, name)
 
     all_gather_uneven = all_gather
 
@@ -161,23 +154,20 @@ class HorovodEngine(Engine):
             # Horovod's response cache crashes if a name is used for two kinds of operations.
             received = self.all_to_all(tensor, group, f"{name}/exchange")
             return reduce_locally(split_rows(received, group.size), reduction)
-        return self._hvd.mpi_ops._reducescatter(
-            _varying(tensor), op=self._operator(reduction), **self._options(group, name)
-        )
+        operator = getattr(self._hvd, _OPERATORS[reduction])
+        return self._run(self._hvd.mpi_ops._reducescatter, tensor, group, name, op=operator)
 
     def all_to_all(self, tensor, group, name):
         """`hvd.alltoall`."""
-        return self._hvd.alltoall(_varying(tensor), **self._options(group, name))
+        return self._run(self._hvd.alltoall, tensor, group, name)
 
     def all_to_all_uneven(self, tensor, splits, group, name):
         """`hvd.alltoall` with splits."""
-        return self._hvd.alltoall(_varying(tensor), splits=splits, **self._options(group, name))
+        return self._run(self._hvd.alltoall, tensor, group, name, splits=splits)
 
     def broadcast(self, tensor, root, group, name):
         """`hvd.broadcast`, whose root is a rank of the world."""
-        return self._hvd.broadcast(
-            _varying(tensor), root_rank=group.ranks[root], **self._options(group, name)
-        )
+        return self._run(self._hvd.broadcast, tensor, group, name, root_rank=group.ranks[root])
 
     def host_address(self):
         """The address of the network interface that Gloo uses, or that of this host's name."""
@@ -200,23 +190,21 @@ class HorovodEngine(Engine):
     def _process_set(self, ranks):
         if ranks not in self._sets:
             raise ValueError(
-                f"Process set not found for the ranks {ranks}: Horovod creates its sets at start-up. "
-                f"Create the engine with the axis in `pairs_along`. Received: {self.mesh!r}."
+                f"Process set not found for the ranks {ranks}: Horovod creates its sets at start-up, for "
+                f"the groups of the mesh. Received: {self.mesh!r}."
             )
         return self._sets[ranks]
 
-    def _operator(self, reduction: str) -> int:
-        hvd = self._hvd
-        return {"sum": hvd.Sum, "mean": hvd.Average, "max": hvd.Max, "min": hvd.Min}[reduction]
-
-    def _options(self, group: Group, name: str) -> dict:
+    def _run(self, operation: Callable, tensor: tf.Tensor, group: Group, name: str, **options):
         # Names are already the same on all ranks; TensorFlow's scopes need not be. With
         # `ignore_name_scope` Horovod uses the part after the last "/" of a node's name.
-        return {
-            "name": name.replace("+", "-").replace("/", ">"),
-            "ignore_name_scope": True,
-            "process_set": self._process_set(group.ranks),
-        }
+        return operation(
+            _varying(tensor),
+            name=name.replace("+", "-").replace("/", ">"),
+            ignore_name_scope=True,
+            process_set=self._process_set(group.ranks),
+            **options,
+        )
 
 
 def _varying(tensor: tf.Tensor) -> tf.Tensor:

@@ -32,15 +32,10 @@ class TensorFlowEngine(Engine):
     """
 
     name = "tensorflow"
-    reduce_as = {tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
+    reduce_as = dict.fromkeys((tf.uint8, tf.int8, tf.int16, tf.uint16), tf.int32)
     move_as = {
+        **dict.fromkeys((tf.bool, tf.uint32, *reduce_as), tf.int32),
         tf.bfloat16: tf.float16,
-        tf.bool: tf.int32,
-        tf.uint8: tf.int32,
-        tf.int8: tf.int32,
-        tf.int16: tf.int32,
-        tf.uint16: tf.int32,
-        tf.uint32: tf.int32,
         tf.uint64: tf.int64,
     }
 
@@ -61,12 +56,8 @@ class TensorFlowEngine(Engine):
 
     def all_reduce(self, tensor, group, reduction, name):
         """`CollectiveReduceV2`."""
-        merge, final = {
-            "sum": ("Add", "Id"),
-            "mean": ("Add", "Div"),
-            "max": ("Max", "Id"),
-            "min": ("Min", "Id"),
-        }[reduction]
+        merge = {"max": "Max", "min": "Min"}.get(reduction, "Add")
+        final = "Div" if reduction == "mean" else "Id"
         tensor, restore = _never_empty(tensor)
         keyed = self._keyed(group, name, tensor)
         return restore(
@@ -78,8 +69,7 @@ class TensorFlowEngine(Engine):
         if tensor.shape.num_elements():
             return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._keyed(group, name, tensor))
         rows = tf.shape(tensor)[0]
-        padded = self._gather_padded(tensor, rows, group, name)
-        return tf.concat([part[:rows] for part in tf.unstack(padded)], axis=0)
+        return _flatten_rows(self._gather_padded(tensor, rows, group, name)[:, :rows])
 
     def all_gather_uneven(self, tensor, group, name):
         """Pads to the longest, gathers, and removes the padding."""

@@ -48,7 +48,16 @@ def bring_up_cluster(communication: str) -> None:
     config = read_tf_config()
     if config is None:
         raise RuntimeError("TF_CONFIG, which names the cluster, is not set.")
-    _be_patient(config.jobs)
+    # MultiWorkerMirroredStrategy does not change the service if it is configured.
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=f"/job:{next(iter(config.jobs))}/replica:0/task:0",
+        heartbeat_timeout_in_ms=1000 * _SILENT_SECONDS,
+        coordinated_jobs=[
+            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count)
+            for job, count in config.jobs.items()
+        ],
+    )
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         # Kept for the life of the process: it owns the server to which the peers are connected.
@@ -65,16 +74,3 @@ def bring_up_cluster(communication: str) -> None:
     # receives it would continue to train.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)
-
-
-def _be_patient(jobs: dict[str, int]) -> None:
-    """Sets the timeout of a silent worker, which MultiWorkerMirroredStrategy then does not change."""
-    context.context().configure_coordination_service(
-        service_type="standalone",
-        service_leader=f"/job:{next(iter(jobs))}/replica:0/task:0",
-        heartbeat_timeout_in_ms=1000 * _SILENT_SECONDS,
-        coordinated_jobs=[
-            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count)
-            for job, count in jobs.items()
-        ],
-    )

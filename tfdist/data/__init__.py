@@ -1,1 +1,1 @@
-"""Which rows and tokens of a batch are those of a rank, and the position in the training data."""
+"""The rows and tokens of a batch for each rank, and the position in the training data."""

@@ -1,21 +1,22 @@
-"""A digest of the first batch that is drawn from a data set, by which ranks see whether theirs differ."""
+"""A digest of the first batch of a dataset, which ranks compare with each other."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
 from tfdist.backend.graph.compiling import outside_clusters
+from tfdist.data.sharding import map_elements
 
-#: So many elements of a tensor from its beginning count, and as many spread over the whole.
+#: The digest covers this number of elements at the beginning of a tensor, and as many spread over all of it.
 _ELEMENTS = 4096
 _BUCKETS = 1 << 62
 
 
 class FirstBatch:
-    """Takes a digest of the first batch on its way; nothing is drawn for it.
+    """The digest of the first batch, computed when it is drawn; nothing is drawn only for it.
 
     Attributes:
-        is_compared: Whether ranks have compared theirs.
+        is_compared: Whether ranks have compared their digests.
     """
 
     def __init__(self) -> None:
@@ -23,28 +24,26 @@ class FirstBatch:
         with tf.init_scope(), tf.device("/CPU:0"):
             self._digest = tf.Variable(-1, trainable=False, dtype=tf.int64, name="first_batch")
 
-    def noted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """The same batches, the first of which is noted."""
-        is_tuple = type(dataset.element_spec) is tuple
+    def recorded(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns a dataset with the same batches, the first of which is recorded."""
 
-        @outside_clusters
-        def note(*batch):
+        def record(batch):
             tf.cond(
                 self._digest < 0,
                 outside_clusters(lambda: self._digest.assign(_digest(batch))),
                 self._digest.read_value,
             )
-            return batch if is_tuple else batch[0]
+            return batch
 
-        return dataset.map(note)
+        return map_elements(dataset, record)
 
     def value(self) -> int:
-        """The digest; -1 where no batch was drawn."""
+        """The digest; -1 if no batch was drawn."""
         return int(self._digest.numpy())
 
 
 def _digest(batch) -> tf.Tensor:
-    """The same for equal batches of any structure and dtype, NaN too, at a bounded cost."""
+    """A hash that is equal for equal batches of any structure and dtype, including NaN; of bounded cost."""
     found = []
     for part in tf.nest.flatten(batch, expand_composites=True):
         if not isinstance(part, tf.Tensor) or part.dtype in (tf.variant, tf.resource):

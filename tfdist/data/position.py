@@ -1,8 +1,8 @@
-"""Where `fit` stands in its data, and how another process gets there.
+"""The position of `fit` in its data, and how to restore it in another process.
 
-Each iterator that a `tf.data` set gives out shuffles by the next seed of a sequence, and a set that
-repeats goes on within one iterator. So two numbers say where training stands, on any mesh: how many
-iterators were made, and how many batches the last one gave.
+Each new iterator of a `tf.data` dataset shuffles with the next seed of a sequence, and a dataset that repeats
+continues within one iterator. So two numbers determine the position on any mesh: the number of created
+iterators, and the number of batches drawn from the last one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tfdist.data.sharding import remaining_batches
 
 @dataclasses.dataclass(frozen=True)
 class _Resume:
-    """Where the next epoch begins.
+    """The position at which the next epoch begins.
 
     Attributes:
-        state: What was saved.
-        batch: How many batches are done.
-        in_epoch: Whether the save was in the middle of an epoch.
-        samples: Where batches have another size now: how many samples are done. Else None.
-        rows: That size.
+        state: The saved state.
+        batch: The number of batches that are done.
+        in_epoch: Whether the state was saved in the middle of an epoch.
+        samples: The number of samples that are done, if the batch size has changed; otherwise None.
+        rows: The new batch size.
     """
 
     state: dict[str, Any]
@@ -39,11 +39,11 @@ class _Resume:
 class DataPosition:
     """The position in one `fit`.
 
-    Keras' `TFEpochIterator` calls what stands here, through `strategies/keras_patches/data.py`.
+    Keras' `TFEpochIterator` calls it through `strategies/keras_patches/data.py`.
 
     Attributes:
-        batch_size: The samples of a global batch, where the data set does not say it.
-        done_before: How many batches of this epoch an earlier run did.
+        batch_size: The number of samples of a global batch, if the dataset does not have it.
+        done_before: The number of batches of this epoch that an earlier run did.
     """
 
     batch_size: int | None = None
@@ -52,21 +52,21 @@ class DataPosition:
     def __init__(self):
         self._source: Any = None
         self._made = 0
-        #: Of the current iterator: taken beside whole batches, by a run with batches of another size.
+        #: Samples of the current iterator in addition to whole batches, drawn with another batch size.
         self._more_samples = 0
         self._random: dict[str, Any] | None = None
         self._resume: _Resume | None = None
         self._prepared: Any = None
 
     def state(self, *, in_epoch: bool) -> dict[str, Any]:
-        """The position, as JSON can hold it.
+        """The position, JSON-serializable.
 
         Args:
-            in_epoch: Whether a batch is about to be taken, which Keras has counted already.
+            in_epoch: Whether a batch is about to be drawn, which Keras has counted already.
         """
         source = self._source
         ahead = source.steps_per_execution if in_epoch else 0
-        # Keras forgets an iterator that has run out.
+        # Keras drops an exhausted iterator.
         lasts = in_epoch or attributes.current_iterator(source) is not None
         return {
             "iterators": self._made,
@@ -78,14 +78,14 @@ class DataPosition:
         }
 
     def resume(self, state: dict[str, Any], batch: int) -> int:
-        """Lets the next epoch begin at a position.
+        """Makes the next epoch begin at a position.
 
         Args:
-            state: What `state` returned.
-            batch: How many batches of the epoch are done.
+            state: A result of `state`.
+            batch: The number of batches of the epoch that are done.
 
         Returns:
-            As how many batches of now these count.
+            This number in batches of the current size.
         """
         before, now, more = state["batch_size"], self._rows(), state["more_samples"]
         if not before or not now or (before == now and not more):
@@ -98,23 +98,23 @@ class DataPosition:
         self._resume = _Resume(state, done, batch > 0, samples, now)
         return done
 
-    # -- called by Keras' epoch iterator ------------------------------------------------------
+    # Called by Keras' epoch iterator.
 
     def adopt(self, source) -> bool:
-        """Takes the first epoch iterator that is made: the training data's."""
+        """Adopts the first epoch iterator, which is that of the training data; returns whether it is this one."""
         if self._source is None:
             self._source = source
         return self._source is source
 
     def dataset(self, original: Callable[[], Any]):
-        """What Keras makes an iterator of."""
+        """The dataset or iterator that Keras iterates over."""
         if self._prepared is not None:
             prepared, self._prepared = self._prepared, None
             return prepared
         return _Counted(original(), self._count)
 
     def steps(self, original: Callable[[], Iterator]) -> Iterator:
-        """The steps of an epoch: those that are left, in the first after `resume`."""
+        """The steps of an epoch; in the first after `resume`, the remaining ones."""
         self.done_before = 0
         if self._resume is None:
             return original()
@@ -122,7 +122,7 @@ class DataPosition:
         self.done_before = resume.batch
         state, source = resume.state, self._source
         attributes.num_batches.set(source, state["batches"] or attributes.num_batches(source))
-        # Without `steps_per_epoch` every epoch makes an iterator of its own.
+        # Without `steps_per_epoch` every epoch creates a new iterator.
         lasts = state["taken"] is not None and bool(resume.in_epoch or source.steps_per_epoch)
         dataset = attributes.get_iterator(source)()
         for _ in range(state["iterators"] - lasts):
@@ -130,7 +130,7 @@ class DataPosition:
         if not lasts:
             return original()
         with kept_random_state():
-            # Data from a Python generator may draw while it is read.
+            # A Python generator may draw random numbers while it is read.
             set_random_state(state["random"])
             if resume.samples is None:
                 iterator = iter(dataset)
@@ -146,16 +146,16 @@ class DataPosition:
         return itertools.islice(original(), resume.batch // source.steps_per_execution, None)
 
     def _rows(self) -> int | None:
-        """The samples of a global batch, where they are known."""
+        """The number of samples of a global batch; None if it is unknown."""
         return self.batch_size or self._source.data_adapter.batch_size
 
     def _rest(self, samples: int, rows: int):
-        """What is left after some samples, in batches of so many rows."""
+        """The data after some samples, in batches of another size."""
         source = self._source
         rest = remaining_batches(attributes.distributed_dataset(source), samples, rows)
         self._count()
         self._more_samples = samples % rows
-        return attributes.data_strategy(source).experimental_distribute_dataset(rest)
+        return source._distribute_strategy.experimental_distribute_dataset(rest)
 
     def _count(self) -> None:
         self._made += 1
@@ -164,7 +164,7 @@ class DataPosition:
 
 
 class _Counted:
-    """A data set whose iterators are counted."""
+    """A dataset whose iterators are counted."""
 
     def __init__(self, dataset, count: Callable[[], None]):
         self._dataset, self._count = dataset, count

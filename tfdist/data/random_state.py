@@ -1,4 +1,4 @@
-"""The state of the sources of chance that a program draws from while it trains."""
+"""The state of the random generators of a training program."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-# Private: what is public (`tf.compat.v1.get_seed`) draws the seed of an operation whenever it is asked, and
-# nothing public says how many were drawn. tests/strategies/test_randomness.py fails where they move.
+# Private: the public `tf.compat.v1.get_seed` draws the seed of an operation in each call, and the number of
+# drawn seeds is not public. tests/strategies/test_randomness.py fails if this changes.
 from tensorflow.python.eager import context
 
 
 def random_state() -> dict[str, Any]:
-    """Python's and NumPy's random state, as JSON can hold it."""
+    """Python's and NumPy's random state, JSON-serializable."""
     version, python, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     return {
@@ -25,7 +25,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Puts back what `random_state` returned."""
+    """Restores a result of `random_state`."""
     version, python, gauss = state["python"]
     random.setstate((version, tuple(python), gauss))
     kind, keys, *rest = state["numpy"]
@@ -34,7 +34,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """What is drawn inside does not count outside."""
+    """Restores the random state on exit."""
     state = random_state()
     try:
         yield
@@ -43,13 +43,13 @@ def kept_random_state() -> Iterator[None]:
 
 
 def global_seed() -> int | None:
-    """The seed of `tf.random.set_seed`; None where none is set."""
+    """The seed of `tf.random.set_seed`; None if none is set."""
     seed = context.global_seed()
     return None if seed is None else int(seed)
 
 
 def operation_seeds() -> tuple:
-    """From where TensorFlow draws the next seeds of operations, where a global seed is set.
+    """The state of TensorFlow's generator of the seeds of operations, for a global seed.
 
     `Dataset.shuffle` without a seed draws one when it is called, and so do random operations.
     """
@@ -57,5 +57,5 @@ def operation_seeds() -> tuple:
 
 
 def set_operation_seeds(state: tuple) -> None:
-    """Puts back what `operation_seeds` returned; the global seed is the same as then."""
+    """Restores a result of `operation_seeds`; the global seed must be the same."""
     context.context()._rng.setstate(state)

@@ -1,7 +1,7 @@
-"""Data sets of which no batch may be prepared before it is needed.
+"""Datasets whose batches must not be prepared before they are needed.
 
-A prefetch prepares as many batches ahead as time allows, which is another number on each rank. That
-is no matter, but where a batch depends on when it is prepared.
+The number of batches that a prefetch prepares ahead depends on timing, and differs between ranks. That
+matters if a batch depends on when it is prepared.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import tensorflow as tf
 
 _MARK = "_tfdist_drawn_when_needed"
-#: States of random generators, by dtype and sizes: what is drawn depends on the order alone.
+#: States of random generators, by dtype and sizes: their numbers depend only on the order of batches.
 _RANDOM_STATES = ((tf.uint32, [2]), (tf.int64, [2]), (tf.int64, [3]))
 
 
 def sources(dataset) -> list:
-    """The data sets that a data set was made from; `_inputs` is all that TensorFlow offers."""
+    """The inputs of a dataset; TensorFlow only has the private `_inputs` for them."""
     return list(dataset._inputs()) if isinstance(dataset, tf.data.Dataset) else []
 
 
 def drawn_when_needed(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same batches, without what is prefetched in the end, here or by TensorFlow."""
+    """The same batches, without a prefetch at the end, by the user or by TensorFlow."""
     while type(dataset).__name__ == "_PrefetchDataset":
         (dataset,) = sources(dataset)
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
-    # A map that runs in several threads draws ahead too.
+    # A map in several threads draws ahead, too.
     options.experimental_optimization.map_parallelization = False
-    # So does one that is joined with what makes batches of its rows.
+    # So does a map that is fused with batching.
     options.experimental_optimization.map_and_batch_fusion = False
     options.experimental_optimization.parallel_batch = False
     drawn = dataset.with_options(options)
@@ -35,14 +35,17 @@ def drawn_when_needed(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def is_drawn_when_needed(dataset) -> bool:
-    """Whether a data set, or one it is made from, came from `drawn_when_needed`."""
-    return getattr(dataset, _MARK, False) or any(
-        is_drawn_when_needed(source) for source in sources(dataset)
-    )
+    """Whether a dataset, or one of its inputs, is a result of `drawn_when_needed`."""
+    return has_mark(dataset, _MARK)
+
+
+def has_mark(dataset, mark: str) -> bool:
+    """Whether a dataset, or one of its inputs, has a true attribute of a name."""
+    return bool(getattr(dataset, mark, False)) or any(has_mark(x, mark) for x in sources(dataset))
 
 
 def without_early_reads(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The data set; where its functions read variables, one whose ranks read them in the same step."""
+    """The dataset; if its functions read variables, one that reads them in the same step on all ranks."""
     return drawn_when_needed(dataset) if _reads_variables(dataset) else dataset
 
 
@@ -59,7 +62,7 @@ def _reads_variables(dataset) -> bool:
 
 
 def _is_variable(handle: tf.Tensor) -> bool:
-    """Whether a resource is a variable, and no table or random state."""
+    """Whether a resource is a variable, and not a table or random state."""
     data = getattr(handle, "_handle_data", None)
     kinds = [] if data is None or not data.is_set else data.shape_and_type
     return any(

@@ -1,13 +1,14 @@
-"""Which samples of a global batch belong to which rank.
+"""The samples of each rank: its rows of global batches, or batches of its own dataset.
 
-Every rank iterates the same global batches and takes its own rows. So the samples of a step are
-those of a single process, an uneven batch needs no padding, and all ranks see the same number of
-steps. Where reading everything everywhere costs too much, give each rank its own data with
+Every rank iterates over the same global batches and takes its own rows. So the samples of a step are those of
+a single process, an uneven batch needs no padding, and all ranks run the same number of steps. If reading all
+data on every rank is too expensive, give each rank its own data with
 `strategy.distribute_datasets_from_function`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
@@ -15,7 +16,7 @@ import tensorflow as tf
 from tfdist.backend.graph.compiling import outside_clusters
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
-from tfdist.data.read_ahead import is_drawn_when_needed, sources
+from tfdist.data.read_ahead import has_mark, is_drawn_when_needed, sources
 
 if TYPE_CHECKING:
     from tfdist.step.row_shares import RowShares
@@ -27,7 +28,7 @@ _LENGTH_VARIES = "_tfdist_length_varies"
 
 
 def row_range(rows, num_shards: int, index: int):
-    """The rows [start, end) of a batch that belong to a shard; sizes differ by one at most.
+    """The rows [start, end) of a batch that belong to a shard; sizes differ by at most one.
 
     Args:
         rows: The size of the batch, an integer or an integer tensor.
@@ -45,80 +46,74 @@ def row_range(rows, num_shards: int, index: int):
 def shard_batches(
     dataset: tf.data.Dataset, num_shards: int, index: int, shares: RowShares | None = None
 ) -> tf.data.Dataset:
-    """Returns the data set whose batches are this shard's rows of each batch of `dataset`.
+    """Returns a dataset with this shard's rows of each batch.
 
-    A data set that is already one rank's own comes back as it is.
+    A dataset that is already one rank's own is returned unchanged.
 
     Args:
-        dataset: Yields nests of tensors whose dim 0 is the global batch.
+        dataset: Yields nests of tensors with the global batch along dim 0.
         num_shards: The number of shards: the size of the data axis.
         index: This rank's place on the data axis.
-        shares: How many rows each shard has; None for equally many. Those count that hold when the
-            batch is asked for, so that all ranks take a batch apart in the same way.
+        shares: The shares of the shards, read when the batch is requested so that all ranks split it in
+            the same way; None for equal shares.
 
     Raises:
-        ValueError: A component has no batch dim, or the data set shuffles by chance, so that the
-            ranks would see different batches.
+        ValueError: A component has no batch dim, or the dataset shuffles without a seed, so that ranks would
+            see different batches.
     """
     if num_shards == 1 or is_per_rank(dataset):
         return dataset
     _check_has_batch_dim(dataset)
-    _check_shuffles_alike(dataset)
-    is_tuple = _is_passed_as_arguments(dataset)
+    _check_same_shuffle(dataset)
 
-    @outside_clusters
-    def take_rows(*batch):
+    def take_rows(batch):
         rows = _leading_size(batch)
         if isinstance(rows, int) and rows % num_shards:
-            # The shares differ, so no rank's graph may take its own size for everybody's.
+            # Shares differ, so no rank's graph may assume its own size for all ranks.
             rows = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(rows, tf.int64), shape=[])
         if shares is None:
             start, end = row_range(rows, num_shards, index)
         else:
             start, end = shares.row_range(rows, index)
-        own = tf.nest.map_structure(lambda part: _rows(part, start, end), batch)
-        return own if is_tuple else own[0]
+        return tf.nest.map_structure(lambda part: _rows(part, start, end), batch)
 
-    # One slice costs less than handing it to another thread.
     options = tf.data.Options()
+    # A slice costs less than a transfer to another thread.
     options.deterministic = True
     ahead = 0 if is_drawn_when_needed(dataset) else 2
     if shares is not None:
-        # Rows are taken when a step asks for them: ahead of it, ranks would see other shares.
+        # Rows must be taken when a step requests them: earlier, ranks could read different shares.
         options.experimental_optimization.inject_prefetch = False
         options.experimental_optimization.map_parallelization = False
         whole = dataset.prefetch(ahead) if ahead else dataset
-        sharded = whole.map(take_rows).with_options(options)
+        sharded = map_elements(whole, take_rows).with_options(options)
     else:
-        sharded = dataset.map(take_rows).with_options(options)
+        sharded = map_elements(dataset, take_rows).with_options(options)
         sharded = sharded.prefetch(ahead) if ahead else sharded
-    setattr(sharded, _GLOBAL, dataset)
-    return mark_per_rank(sharded)
+    return _marked(_marked(sharded, _GLOBAL, dataset), _MARK)
 
 
 def shard_whole_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
-    """Returns the data set of every `num_shards`-th batch, from the batch `index` on.
+    """Returns a dataset with every `num_shards`-th batch, starting at batch `index`.
 
-    For workers that make steps of their own. A data set that is already one rank's own comes back
-    as it is.
+    For workers that run separate steps. A dataset that is already one rank's own is returned unchanged.
 
     Raises:
-        ValueError: The data set shuffles by chance, so that workers would see different batches.
+        ValueError: The dataset shuffles without a seed, so that workers would see different batches.
     """
     if num_shards == 1 or is_per_rank(dataset):
         return dataset
-    _check_shuffles_alike(dataset)
+    _check_same_shuffle(dataset)
     sharded = dataset.shard(num_shards, index)
-    setattr(sharded, _OWN_BATCHES, (num_shards, index))
-    return mark_per_rank(sharded)
+    return _marked(_marked(sharded, _OWN_BATCHES, (num_shards, index)), _MARK)
 
 
 def shard_whole_steps(
     dataset: tf.data.Dataset, num_shards: int, index: int | None
 ) -> tf.data.Dataset:
-    """As `shard_whole_batches`, but all shards have equally many batches.
+    """As `shard_whole_batches`, but all shards have the same number of batches.
 
-    A step takes one batch of each shard; batches that are left at the end are left out.
+    A step uses one batch of each shard; remaining batches at the end are dropped.
 
     Args:
         dataset: Yields batches.
@@ -126,50 +121,49 @@ def shard_whole_steps(
         index: The shard; None for the batches of all shards, step by step.
 
     Raises:
-        NotImplementedError: The data set is one rank's own.
-        ValueError: The data set shuffles by chance.
+        NotImplementedError: The dataset is one rank's own.
+        ValueError: The dataset shuffles without a seed.
     """
     if is_per_rank(dataset):
         raise NotImplementedError(
-            "A backup redoes batches of the others, so it reads their data. Received: one worker's "
-            "own data set, of `distribute_datasets_from_function`, with `speculative=True`. Give all "
-            "workers one data set, or leave out `speculative`."
+            "`speculative=True` requires the same dataset on all workers, because a backup recomputes batches "
+            "of others. Received: the dataset of one worker, from `distribute_datasets_from_function`. Give "
+            "all workers the same dataset, or remove `speculative`."
         )
-    _check_shuffles_alike(dataset)
-    is_tuple = _is_passed_as_arguments(dataset)
+    _check_same_shuffle(dataset)
+    is_tuple = _is_tuple(dataset)
 
     def in_turn(*parts):
         return tf.data.Dataset.zip(parts if is_tuple else parts[0])
 
-    # Not by its length, which is often not known.
+    # The length of the dataset is often unknown.
     whole = dataset.window(num_shards, drop_remainder=True).flat_map(in_turn)
     sharded = whole if index is None else whole.shard(num_shards, index)
-    # Of the last shard, which has the fewest batches of all.
-    setattr(sharded, _OWN_BATCHES, (num_shards, num_shards - 1))
-    return mark_per_rank(sharded)
+    # The last shard has the fewest batches.
+    return _marked(_marked(sharded, _OWN_BATCHES, (num_shards, num_shards - 1)), _MARK)
 
 
 def own_batches(dataset) -> tuple[int, int] | None:
-    """Of what `shard_whole_batches` returned: the number of shards, and which it is."""
+    """The number of shards and the shard of a dataset from `shard_whole_batches`; None for others."""
     return getattr(dataset, _OWN_BATCHES, None)
 
 
 def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -> tf.data.Dataset:
-    """The global batches of a data set after some samples, in another size.
+    """The global batches of a dataset after some samples, in another size.
 
     Args:
-        dataset: What `shard_batches` returned.
-        samples: How many samples are left out.
+        dataset: The result of `shard_batches`.
+        samples: The number of samples to skip.
         batch_size: The size of the batches.
 
     Raises:
-        ValueError: The data set was one rank's own from the beginning.
+        ValueError: The dataset was one rank's own before `shard_batches`.
     """
     batches = getattr(dataset, _GLOBAL, dataset)
     if is_per_rank(batches):
         raise ValueError(
-            "Ranks that read data of their own cannot go on with another batch size in the middle "
-            "of an epoch. Received: a data set of `distribute_datasets_from_function`."
+            "Ranks with separate datasets cannot continue with another batch size in the middle of an epoch. "
+            "Received: a dataset from `distribute_datasets_from_function`."
         )
     present = [spec for spec in _flat_spec(batches) if not is_none(spec)]
     whole = all(_rows_of(spec) is not None for spec in present)
@@ -177,72 +171,82 @@ def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -
 
 
 def equal_steps(dataset: tf.data.Dataset, group: Group) -> tf.data.Dataset:
-    """Returns a rank's own data set, made as long as the longest of the group.
+    """Returns a rank's own dataset, extended to the length of the longest in the group.
 
-    Ranks that run out of batches go on with empty ones, so that all run as many steps and no
-    sample is left out. Where the lengths are not known they are taken to be equal.
+    Ranks that run out of batches continue with empty ones, so that all run the same number of steps and no
+    sample is dropped. Unknown lengths are assumed to be equal.
 
     Args:
         dataset: Yields this rank's own batches.
-        group: The ranks whose steps are to be equal.
+        group: The ranks that must run the same number of steps.
 
     Raises:
-        ValueError: The ranks' batches differ in structure, dtype or inner sizes, or some lengths
-            are infinite and others not.
+        ValueError: The ranks' batches differ in structure, dtype or inner sizes, or some lengths are infinite
+            and others are not.
     """
-    mine = (int(dataset.cardinality()), [_without_rows(s) for s in _flat_spec(dataset)])
+    specs = _flat_spec(dataset)
+    mine = (int(dataset.cardinality()), [_without_rows(spec) for spec in specs])
     all_ranks = all_gather_object(mine, group, name="data-set")
     for rank, (_, spec) in enumerate(all_ranks):
         if spec != mine[1]:
             raise ValueError(
-                "All ranks' data sets yield batches of one structure; only the number of rows "
+                "The datasets of all ranks must yield batches of the same structure; only the number of rows "
                 f"may differ. Received: {mine[1]} on rank {group.rank}, {spec} on rank {rank}."
             )
     lengths = [length for length, _ in all_ranks]
-    rows = all_gather_object([_rows_of(s) for s in _flat_spec(dataset)], group, name="rows")
-    if any(other != rows[0] for other in rows) or len(set(lengths)) > 1:
+    lengths_differ = len(set(lengths)) > 1
+    rows = all_gather_object([_rows_of(spec) for spec in specs], group, name="rows")
+    if lengths_differ or any(other != rows[0] for other in rows):
         dataset = with_unknown_rows(dataset)
-    if len(set(lengths)) > 1 and min(lengths) >= 0:
+    if lengths_differ and min(lengths) >= 0:
         empty = tf.data.Dataset.from_tensors(empty_batch(dataset.element_spec))
         dataset = dataset.concatenate(empty.repeat(max(lengths) - mine[0]))
-    elif tf.data.INFINITE_CARDINALITY in lengths and len(set(lengths)) > 1:
+    elif lengths_differ and tf.data.INFINITE_CARDINALITY in lengths:
         raise ValueError(
-            "Some ranks' data sets are endless and others are not. Received the lengths "
-            f"{lengths}, by rank (-1: endless, -2: unknown). Call `.repeat()` on all or on none."
+            "Either all ranks' datasets must be infinite, or none. Received: the lengths "
+            f"{lengths}, by rank (-1: infinite, -2: unknown). Call `.repeat()` on all or on none."
         )
     return mark_per_rank(dataset)
 
 
-def mark_per_rank(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Notes that a data set yields one rank's own samples, and returns it."""
-    setattr(dataset, _MARK, True)
+def _marked(dataset: tf.data.Dataset, mark: str, value=True) -> tf.data.Dataset:
+    setattr(dataset, mark, value)
     return dataset
+
+
+def mark_per_rank(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Marks a dataset as one rank's own samples, and returns it."""
+    return _marked(dataset, _MARK)
 
 
 def is_per_rank(dataset) -> bool:
-    """Whether a data set, or one it is made from, was marked as one rank's own."""
-    return _is_marked(dataset, _MARK)
+    """Whether a dataset, or one of its inputs, was marked as one rank's own."""
+    return has_mark(dataset, _MARK)
 
 
 def mark_length_varies(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Notes that a data set has another number of batches in each epoch, and returns it."""
-    setattr(dataset, _LENGTH_VARIES, True)
-    return dataset
+    """Marks a dataset whose number of batches changes between epochs, and returns it."""
+    return _marked(dataset, _LENGTH_VARIES)
 
 
 def length_varies(dataset) -> bool:
-    """Whether a data set, or one it is made from, has another number of batches in each epoch."""
-    return _is_marked(dataset, _LENGTH_VARIES)
+    """Whether the number of batches of a dataset, or of one of its inputs, changes between epochs."""
+    return has_mark(dataset, _LENGTH_VARIES)
 
 
-def _is_marked(dataset, mark: str) -> bool:
-    if getattr(dataset, mark, False):
-        return True
-    return any(_is_marked(source, mark) for source in sources(dataset))
+def map_elements(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
+    """As `Dataset.map`, but the function receives each element as one argument, also if it is a tuple."""
+    is_tuple = _is_tuple(dataset)
+
+    @outside_clusters
+    def call(*parts):
+        return function(parts if is_tuple else parts[0])
+
+    return dataset.map(call)
 
 
-def _is_passed_as_arguments(dataset) -> bool:
-    """Whether `Dataset.map` calls a function with the parts of an element, be it one, or with it."""
+def _is_tuple(dataset) -> bool:
+    """Whether `Dataset.map` passes the parts of an element as separate arguments."""
     return type(dataset.element_spec) is tuple
 
 
@@ -251,7 +255,7 @@ def _flat_spec(dataset) -> list:
 
 
 def is_none(spec) -> bool:
-    """Whether this stands for a None, as for an optional input; TensorFlow has no public name for it."""
+    """Whether this is the spec of None, as for an optional input; TensorFlow has no public name for it."""
     return type(spec).__name__ == "NoneTensorSpec"
 
 
@@ -267,28 +271,21 @@ def _without_rows(spec) -> str:
 
 
 def with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same batches, whose number of rows a graph no longer takes for known."""
-    is_tuple = _is_passed_as_arguments(dataset)
+    """The same batches, with an unknown number of rows in graphs."""
 
-    def forget(*batch):
-        relaxed = tf.nest.map_structure(
-            lambda part: (
-                tf.raw_ops.PlaceholderWithDefault(input=part, shape=[None, *part.shape[1:]])
-                if isinstance(part, tf.Tensor)
-                else part
-            ),
-            batch,
-        )
-        return relaxed if is_tuple else relaxed[0]
+    def forget(part):
+        if not isinstance(part, tf.Tensor):
+            return part
+        return tf.raw_ops.PlaceholderWithDefault(input=part, shape=[None, *part.shape[1:]])
 
-    return dataset.map(forget)
+    return map_elements(dataset, lambda batch: tf.nest.map_structure(forget, batch))
 
 
 def empty_batch(spec):
-    """A batch without rows of a data set's elements.
+    """A batch without rows, with the structure of a dataset's elements.
 
     Raises:
-        ValueError: An element holds more than dense tensors.
+        ValueError: An element contains something other than dense tensors.
     """
 
     def empty(part):
@@ -296,8 +293,8 @@ def empty_batch(spec):
             return None
         if not isinstance(part, tf.TensorSpec):
             raise ValueError(
-                "A shorter rank's data set is filled up with empty batches of dense tensors. "
-                f"Received: {part}. Give all ranks equally many batches."
+                "A dataset that is shorter than those of other ranks must have dense tensors only, to be "
+                f"extended with empty batches. Received: {part}. Give all ranks the same number of batches."
             )
         inner = [size or 1 for size in part.shape[1:]]
         return tf.zeros([0, *inner], part.dtype)
@@ -306,29 +303,30 @@ def empty_batch(spec):
 
 
 def _check_has_batch_dim(dataset) -> None:
-    for spec in tf.nest.flatten(dataset.element_spec):
+    for spec in _flat_spec(dataset):
         shape = getattr(spec, "shape", None)
         if shape is not None and shape.rank == 0:
             raise ValueError(
-                "A data set is split among ranks along dim 0 of its batches, so every component "
-                f"needs one. Received: element_spec={dataset.element_spec}. Call `.batch()` with "
-                "the global batch size first."
+                "A dataset is sharded along the batch dimension, so every component must have one. "
+                f"Received: element_spec={dataset.element_spec}. Call `.batch()` with the global batch "
+                "size first."
             )
 
 
-def _check_shuffles_alike(dataset) -> None:
-    # A shuffle without any seed is marked by two zeros. Attributes are those of TensorFlow's
-    # Python wrapper; where they are missing there is nothing to check.
+def _check_same_shuffle(dataset) -> None:
+    # Two zeros mean a shuffle without any seed. Nothing is checked if TensorFlow's wrapper no longer has these
+    # private attributes.
     if type(dataset).__name__ == "_ShuffleDataset":
         seeds = (getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None))
         if all(seed is not None and int(seed) == 0 for seed in seeds):
             raise ValueError(
-                "This data set shuffles with a seed that was drawn by each rank for itself, so "
-                "the ranks would take their rows from different batches. Make the strategy before "
-                "the data set (it gives all ranks one seed), or pass `shuffle(..., seed=)`."
+                "A dataset that shuffles must use the same seed on all ranks, which would take rows of "
+                "different batches otherwise. Received: a dataset that shuffles with a seed drawn by each "
+                "rank. Create the strategy before the dataset (it gives all ranks one seed), or pass "
+                "`shuffle(..., seed=)`."
             )
     for source in sources(dataset):
-        _check_shuffles_alike(source)
+        _check_same_shuffle(source)
 
 
 def _leading_size(batch):

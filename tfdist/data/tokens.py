@@ -1,16 +1,16 @@
-"""Which positions of a sequence belong to which rank of the context axis, and who may compute so."""
+"""The positions of a sequence for each rank of the context axis, and the layers that support the split."""
 
 from __future__ import annotations
 
 import keras
 import tensorflow as tf
 
-from tfdist.backend.graph.compiling import outside_clusters
 from tfdist.backend.keras.private import Functional
 from tfdist.collectives import Group, all_reduce
+from tfdist.data.sharding import map_elements
 from tfdist.step.token_split import TokenSplit
 
-#: Layers that compute each token by itself.
+#: Layers that compute each token separately.
 _TOKENWISE = (
     keras.layers.InputLayer,
     keras.layers.Embedding,
@@ -28,7 +28,7 @@ _TOKENWISE = (
     keras.layers.Maximum,
     keras.layers.Minimum,
 )
-#: Layers that do so where their axis is the last dim.
+#: Layers that do so if their axis is the last dim.
 _ALONG_AN_AXIS = (
     keras.layers.Softmax,
     keras.layers.LayerNormalization,
@@ -39,7 +39,7 @@ _ALONG_AN_AXIS = (
 
 
 def _is_tokenwise(layer: keras.layers.Layer) -> bool:
-    # What derives from a layer may compute something else, as SpatialDropout1D does.
+    # Derived layers may mix tokens, such as SpatialDropout1D.
     if type(layer) is keras.layers.Dropout:
         return layer.noise_shape is None
     if type(layer) in _ALONG_AN_AXIS:
@@ -48,74 +48,65 @@ def _is_tokenwise(layer: keras.layers.Layer) -> bool:
 
 
 def check_tokenwise(model: keras.Model, layers) -> None:
-    """Raises for a layer that would mix tokens of which each rank holds a part.
+    """Checks that no layer mixes tokens, of which each rank holds a part.
 
-    A layer of one's own says that it can by the attribute `splits_tokens = True`.
+    A custom layer declares that it supports the split by the attribute `splits_tokens = True`.
 
     Args:
         model: The model, for the message.
         layers: All layers in it.
 
     Raises:
-        ValueError: There is one, or the model has an input of a fixed length.
+        ValueError: A layer may mix tokens, or the model has an input of a fixed length.
     """
     for tensor in tf.nest.flatten(getattr(model, "inputs", None) or []):
         if len(tensor.shape) > 1 and tensor.shape[1] is not None:
             raise ValueError(
-                f"`{model.name}` has an input of a fixed length, of which each rank of the context axis "
-                f"sees a part. Received: shape {tuple(tensor.shape)}. Leave the length open, as in "
-                "`keras.Input((None,))`."
+                f"`{model.name}` has an input of a fixed length, which is not supported with a context axis: "
+                f"each rank holds a part of the sequence. Received: shape {tuple(tensor.shape)}. Use None for "
+                "the length, as in `keras.Input((None,))`."
             )
     for layer in layers:
         # Functional and sequential models only call their layers.
         is_container = isinstance(layer, keras.Model) and not _has_own_call(layer)
         if not (is_container or getattr(layer, "splits_tokens", False) or _is_tokenwise(layer)):
             raise ValueError(
-                f"`{layer.name}` ({type(layer).__name__}) of `{model.name}` may mix tokens of a "
-                "sequence, of which each rank of the context axis holds a part. Leave `context` at 1 "
-                "in the mesh, or, where the layer computes each token by itself, set "
-                "`splits_tokens = True` on it."
+                f"`{layer.name}` ({type(layer).__name__}) of `{model.name}` is not supported with a context "
+                "axis: it may mix tokens of a sequence, of which each rank holds a part. Use `context=1` in "
+                "the mesh, or, if the layer computes each token separately, set `splits_tokens = True` on it."
             )
 
 
 def shard_tokens(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
-    """Returns the data set whose batches have this rank's positions of each sequence.
+    """Returns a dataset whose batches have this rank's positions of each sequence.
 
     Args:
-        dataset: Yields nests of dense tensors whose dim 1 is the sequence; components of rank 1 are
-            left as they are.
+        dataset: Yields nests of dense tensors with the sequence along dim 1; components of rank 1 are not
+            changed.
         num_shards: The number of ranks that share a sequence.
         index: This rank's place among them.
 
     Raises:
         ValueError: As `own_tokens`.
     """
-    is_tuple = type(dataset.element_spec) is tuple
-
-    @outside_clusters
-    def take(*batch):
-        own = own_tokens(batch, num_shards, index)
-        return own if is_tuple else own[0]
-
-    return dataset.map(take)
+    return map_elements(dataset, lambda batch: own_tokens(batch, num_shards, index))
 
 
 def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
     """This rank's positions of the sequences of a batch, in zigzag chunks (`TokenSplit`).
 
-    The sizes that are known afterwards are the same on all ranks. Where the tokens do not divide into
-    two equal chunks a rank, their number is left open.
+    Sizes that are known in the result are the same on all ranks. The number of tokens is unknown unless it is
+    a multiple of twice the number of ranks.
 
     Args:
         batch: The batch.
         num_shards: The number of ranks that share a sequence.
         index: This rank's place among them.
-        even: Whether the tokens have to divide so.
+        even: Whether the number of tokens must be such a multiple.
 
     Raises:
-        ValueError: A component is not dense, its dim 1 is another than that of the others, or is too
-            short.
-        InvalidArgumentError: In the run, where sizes are not known before.
+        ValueError: A component is not dense, its dim 1 differs from that of the others, or is too short.
+        InvalidArgumentError: The same, at run time, if sizes are not known before.
     """
     sizes = {
         part.shape[1]
@@ -124,7 +115,7 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
     } - {None}
     if len(sizes) > 1 or any(isinstance(part, _NOT_DENSE) for part in tf.nest.flatten(batch)):
         raise ValueError(
-            "A context axis splits dim 1 of all dense tensors of a batch, which is the sequence. "
+            "A context axis requires batches of dense tensors with the same size along dim 1, the sequence. "
             f"Received: {tf.nest.map_structure(lambda part: getattr(part, 'shape', part), batch)}."
         )
 
@@ -132,14 +123,12 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
         if part is None or len(part.shape) < 2:
             return part
         size = part.shape[1]
-        if size is None:
-            size = tf.shape(part)[1]
-        split = TokenSplit(num_shards, index, size)
+        split = TokenSplit(num_shards, index, tf.shape(part)[1] if size is None else size)
         part = _checked(part, split, even)
         own = split.take(part)
         if split.is_even:
             return own
-        # Another rank may have another number, so this one's is not to be known to a graph.
+        # The number may differ between ranks, so graphs must not assume this one.
         open_shape = [own.shape[0], None, *own.shape[2:]]
         return tf.raw_ops.PlaceholderWithDefault(input=own, shape=open_shape)
 
@@ -150,56 +139,63 @@ _NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor)
 
 
 def _checked(part, split: TokenSplit, even: bool):
-    """The whole sequences, once they are known to be long enough."""
+    """The whole sequences, after a check that they are long enough."""
     parts = split.parts
-    what = f"Each of the {parts} ranks of the context axis has at least one token of a sequence"
+    rule = (
+        f"Each of the {parts} ranks of the context axis requires at least one token of a sequence"
+    )
     if even and not split.is_even:
         raise ValueError(
-            f"A batch by itself has sequences that divide into {2 * parts} chunks, two for each of the "
-            f"{parts} ranks of the context axis; `fit`, `evaluate` and `predict` take any length. "
+            "Outside `fit`, `evaluate` and `predict` the sequence length must be a multiple of "
+            f"{2 * parts}: two chunks for each of the {parts} ranks of the context axis. "
             f"Received: {split.total} tokens."
         )
-    if isinstance(split.total, int):
-        if split.lacks_ranks:
-            raise ValueError(
-                f"{what}. Received: {split.total} tokens; take a smaller `context` in the mesh."
-            )
-        return part
-    said = [what, "Received tokens:", split.total]
-    with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(split.lacks_ranks), said)]):
-        return tf.identity(part)
+    if not isinstance(split.total, int):
+        is_long_enough = tf.logical_not(split.lacks_ranks)
+        check = tf.debugging.Assert(is_long_enough, [rule, "Received tokens:", split.total])
+        with tf.control_dependencies([check]):
+            return tf.identity(part)
+    if split.lacks_ranks:
+        raise ValueError(
+            f"Cannot split the sequence: {rule}. Received: {split.total} tokens. Use a smaller `context` in the mesh."
+        )
+    return part
 
 
 def agreed_split(values, group: Group, *, sizes_agree: bool) -> TokenSplit | None:
-    """How the sequences are split of which ranks hold the given parts.
+    """Determines the split of sequences from the parts that the ranks hold.
 
     Args:
-        values: A nest of tensors; the first with two dims or more has this rank's tokens as dim 1.
-        group: The ranks of the context axis. All call this.
-        sizes_agree: Whether a size that is known to a graph is that of every rank, as it is of what
-            `own_tokens` makes. Where it is not, as of a rank's own eager tensor, the run fails.
+        values: A nest of tensors; the first with at least two dims has this rank's tokens along dim 1.
+        group: The ranks of the context axis. All of them must call this.
+        sizes_agree: Whether a size that is known in a graph is the same on all ranks, as in results of
+            `own_tokens`. If it differs, as for eager tensors of each rank, the run fails.
 
     Returns:
         The split; None if no tensor has tokens.
     """
-    for part in tf.nest.flatten(values):
-        if isinstance(part, tf.Tensor) and part.shape.rank is not None and part.shape.rank > 1:
-            break
-    else:
+    tensors = (part for part in tf.nest.flatten(values) if isinstance(part, tf.Tensor))
+    part = next((each for each in tensors if (each.shape.rank or 0) > 1), None)
+    if part is None:
         return None
     total = all_reduce(tf.shape(part)[1], group, name="tokens")
     count = part.shape[1]
     if count is None or tf.executing_eagerly() or not sizes_agree:
         return TokenSplit(group.size, group.rank, total)
     split = TokenSplit(group.size, group.rank, group.size * count)
-    said = (
-        "A graph for tokens of a known number has as many on each rank of the context axis, in two "
-        "equal chunks. Pass it an iterator over the distributed data set, and not eager tensors; or "
-        f"pad sequences to a multiple of {2 * group.size}"
+    rule = (
+        "a graph with a known number of tokens requires the same number on each rank of the context axis, in "
+        "two equal chunks"
+    )
+    remedy = (
+        "Pass an iterator over the distributed dataset, and not eager tensors, or pad sequences to a multiple "
+        f"of {2 * group.size}"
     )
     if not split.is_even:
-        raise ValueError(f"{said}. Received: {count} tokens on this rank.")
-    tf.debugging.assert_equal(total, split.total, said)
+        raise ValueError(
+            f"Cannot split the sequence: {rule}. Received: {count} tokens on this rank. {remedy}."
+        )
+    tf.debugging.assert_equal(total, split.total, f"{rule}. {remedy}.")
     return split
 
 

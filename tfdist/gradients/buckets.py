@@ -1,4 +1,4 @@
-"""Which arrays travel together."""
+"""Buckets: arrays that are sent together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import tensorflow as tf
 
 
 def buckets(tensors: Iterable[tuple[int, tf.Tensor]], most_bytes: int) -> list[list[int]]:
-    """Cuts a sequence into runs of one dtype and limited size.
+    """Splits a sequence of tensors into buckets of one dtype and a limited size.
 
     Args:
         tensors: Places and tensors, in the order in which they become ready.
-        most_bytes: The size at which a bucket is full. One of unknown size fills it.
+        most_bytes: The size at which a bucket is full. A tensor of unknown size fills a bucket.
 
     Returns:
-        The places of each bucket.
+        The places of the tensors in each bucket.
     """
     found: list[list[int]] = []
     dtype, filled = None, 0

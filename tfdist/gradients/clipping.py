@@ -1,4 +1,4 @@
-"""Clipping by norm where ranks hold slices, shards or stages: each parameter counts once, whole."""
+"""Clipping by norm where ranks hold slices, shards or stages: each parameter counts once, as a whole."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import all_reduce
+from tfdist.gradients.norms import sum_of_squares
 from tfdist.sharding.layout import layout_of, sum_over_parts
 from tfdist.sharding.parts import FlatShard
-
-
-def is_spread(variable) -> bool:
-    """Whether this rank has a part only of the gradients of a model's parameters."""
-    return layout_of(variable).is_spread
+from tfdist.utils.places import replace_at
 
 
 def squared_norms(
@@ -25,84 +22,72 @@ def squared_norms(
     Args:
         gradients: Tensors or None, as the optimizer applies them.
         variables: Their variables.
-        shards: The flat shards that the gradients are of; by default those that optimizers apply.
+        shards: The flat shards of the gradients; by default those that optimizers apply.
     """
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    sums = [_sum_of_squares(gradients[place]) for place in places]
-    cuts = None if shards is None else [shards[place] for place in places]
-    sums = sum_over_parts(sums, [variables[place] for place in places], cuts)
+    sums = sum_over_parts(
+        [sum_of_squares(gradients[place]) for place in places],
+        [variables[place] for place in places],
+        None if shards is None else [shards[place] for place in places],
+    )
     norms: list = [None] * len(gradients)
-    for place, norm in zip(places, sums, strict=True):
-        norms[place] = norm
+    replace_at(norms, places, sums)
     return norms
 
 
 def clip_spread_gradients(
     optimizer: keras.optimizers.Optimizer, gradients: Sequence, variables: Sequence
 ) -> list:
-    """What `optimizer` clips: by value, by each gradient's norm, or by the norm of all.
+    """Clips as `optimizer` specifies: by value, by the norm of each gradient, or by the global norm.
 
     Args:
-        optimizer: It says how: `clipnorm`, `global_clipnorm` or `clipvalue`.
-        gradients: Tensors, IndexedSlices or None, reduced already.
+        optimizer: The optimizer, with `clipnorm`, `global_clipnorm` or `clipvalue`.
+        gradients: Reduced tensors, IndexedSlices or None.
         variables: Their variables, some of which are split over ranks or belong to a stage.
     """
-    if not any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
-        return list(gradients)
-    if optimizer.clipnorm:
+    if limit := optimizer.clipnorm:
         scales = [
-            None
-            if square is None
-            else optimizer.clipnorm / tf.maximum(tf.sqrt(square), optimizer.clipnorm)
+            None if square is None else limit / tf.maximum(tf.sqrt(square), limit)
             for square in squared_norms(gradients, variables)
         ]
-    elif optimizer.global_clipnorm:
-        limit = optimizer.global_clipnorm
+    elif limit := optimizer.global_clipnorm:
         norm = tf.sqrt(sum_over_stages(squared_norms(gradients, variables), variables))
-        # Not a number where the norm is none, as in Keras.
-        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        scales = [scale] * len(gradients)
-        # Keras multiplies what the rows add up to.
+        scales = [global_scale(norm, limit)] * len(gradients)
+        # Keras multiplies the dense gradient, with the sum of the rows.
         gradients = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
-    else:
-        limit = optimizer.clipvalue
+    elif limit := optimizer.clipvalue:
         return [
             None if gradient is None else tf.clip_by_value(gradient, -limit, limit)
             for gradient in gradients
         ]
-    return [
-        None if gradient is None else times(gradient, scale)
-        for gradient, scale in zip(gradients, scales, strict=True)
-    ]
+    else:
+        return list(gradients)
+    return [times(gradient, scale) for gradient, scale in zip(gradients, scales, strict=True)]
+
+
+def global_scale(norm: tf.Tensor, limit) -> tf.Tensor:
+    """The factor that clips gradients to a global norm; NaN for a norm that is not finite, as in Keras."""
+    return limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
 
 
 def sum_over_stages(squares: Sequence, variables: Sequence) -> tf.Tensor:
-    """The sum of squared norms, those of other stages too."""
+    """The sum of squared norms over all variables, including those of other stages."""
     stages = [layout_of(variable).stage for variable in variables]
+    present = [pair for pair in zip(squares, stages, strict=True) if pair[0] is not None]
+    zero = tf.constant(0.0)
+    total = tf.add_n([zero, *(square for square, stage in present if stage is None)])
     pipeline = next((stage.group for stage in stages if stage is not None), None)
-    everywhere = [tf.constant(0.0)]
-    on_stages = [tf.constant(0.0)]
-    for square, stage in zip(squares, stages, strict=True):
-        if square is None:
-            continue
-        if stage is None:
-            everywhere.append(square)
-        elif stage.counts:
-            on_stages.append(square)
     if pipeline is None:
-        return tf.add_n(everywhere)
-    return tf.add_n(everywhere) + all_reduce(tf.add_n(on_stages), pipeline, name="norms")
-
-
-def _sum_of_squares(gradient):
-    """Rows of a sparse gradient count each by itself, also of one id, as they do in Keras."""
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+        return total
+    own = [square for square, stage in present if stage is not None and stage.counts]
+    return total + all_reduce(tf.add_n([zero, *own]), pipeline, name="norms")
 
 
 def times(gradient, scale):
-    """A gradient times a scalar."""
+    """A gradient times a scalar; None stays None."""
+    if gradient is None:
+        return None
+    scale = tf.cast(scale, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(scale, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(scale, gradient.dtype)
+        return tf.IndexedSlices(gradient.values * scale, gradient.indices, gradient.dense_shape)
+    return gradient * scale

@@ -1,14 +1,14 @@
-"""Optimizers that look at each entry of a parameter alone.
+"""Elementwise optimizers, which update each entry of a parameter independently.
 
-Only these give the single process's update where a rank holds a slice of a parameter. One that
-takes a norm or a mean over a whole parameter (Lamb, Adafactor, Muon) does not.
+Only these give the update of a single process where a rank holds a slice of a parameter. An optimizer
+that uses a norm or a mean over a whole parameter (Lamb, Adafactor, Muon) does not.
 """
 
 from __future__ import annotations
 
 import keras
 
-from tfdist.sharding.updates import unwrapped
+from tfdist.sharding.updates import unwrapped, updates_as
 
 _ELEMENTWISE = (
     keras.optimizers.SGD,
@@ -27,21 +27,18 @@ _ELEMENTWISE = (
 def is_elementwise(optimizer) -> bool:
     """Whether an optimizer's update of an entry depends on that entry's gradient and state alone.
 
-    An optimizer of one's own says so by an attribute `elementwise = True`.
+    A custom optimizer declares it by an attribute `elementwise = True`.
     """
     optimizer = unwrapped(optimizer)
     if getattr(optimizer, "elementwise", False):
         return True
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return all(map(is_elementwise, optimizer.optimizers))
-    for kind in _ELEMENTWISE:
-        if isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step:
-            return True
-    return False
+    return updates_as(optimizer, _ELEMENTWISE)
 
 
 def check_elementwise(optimizer) -> None:
-    """Raises for an optimizer that cannot update slices.
+    """Checks that an optimizer can update slices of parameters.
 
     Raises:
         ValueError: The optimizer is not known to be elementwise.
@@ -49,7 +46,7 @@ def check_elementwise(optimizer) -> None:
     if not is_elementwise(optimizer):
         names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
         raise ValueError(
-            "Where ranks hold slices of parameters, the optimizer updates each entry by itself: "
-            f"{names}, or one of your own with the attribute `elementwise = True`. Received: "
+            "Where ranks hold slices of parameters, the optimizer must be elementwise: "
+            f"{names}, or a custom one with the attribute `elementwise = True`. Received: "
             f"{type(optimizer).__name__}."
         )

@@ -1,4 +1,4 @@
-"""Gradients of flat shards (ZeRO-3), and those that a training step has made itself."""
+"""Gradients of flat shards (ZeRO-3), and gradients that a training step has computed itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdist.step.context import ReplicaContext
 def own_parts(
     gradients: Sequence, variables: Sequence, origins: Sequence[Origin], replica: ReplicaContext
 ) -> list:
-    """Gradients of what this rank holds: whole ones of flat shards, which the step has made, as their shards.
+    """The parts of gradients for this rank; whole gradients of flat shards become gradients of the shards.
 
     Args:
         gradients: Tensors, IndexedSlices or None.
@@ -30,28 +30,27 @@ def own_parts(
     for place, (variable, origin) in enumerate(zip(variables, origins, strict=True)):
         layout = layout_of(variable)
         if origin is Origin.LOCAL:
-            found[place] = _of_its_shape(found[place], variable, replica)
+            found[place] = _with_variables_shape(found[place], variable, replica)
         gradient, shard = found[place], layout.flat
         if gradient is None or shard is None or origin is Origin.PART:
             continue
         if origin is not Origin.LOCAL:
             found[place] = shard_of_gradient(gradient, shard)
-            continue
-        # Of a step that hands on what tapes return it has the shape of the shard.
-        is_whole = tuple(gradient.shape) == shard.array_shape
-        if replica.gradient_reads is not None and is_whole:
-            weighed = weigh_gradients([gradient], step)
-            reduction = layout.reduction(strategy.mesh, step)
+        elif replica.gradient_reads is not None and tuple(gradient.shape) == shard.array_shape:
+            # A gradient that the step passes on as the tape returned it has the shape of the shard.
             (found[place],) = reduce_scatter_gradients(
-                weighed, [shard], reduction, strategy.gradient_options
+                weigh_gradients([gradient], step),
+                [shard],
+                layout.reduction(strategy.mesh, step),
+                strategy.gradient_options,
             )
     return found
 
 
-def _of_its_shape(gradient, variable, replica: ReplicaContext):
-    """A dense gradient that a step has made itself, which may be of any shape where there are no rows.
+def _with_variables_shape(gradient, variable, replica: ReplicaContext):
+    """A dense gradient that a step has computed itself, which may have any shape if there are no rows.
 
-    TensorFlow's `jacobian` of no rows, for one, has none of the dims of the variable.
+    For example, TensorFlow's `jacobian` of no rows has none of the dims of the variable.
     """
     step, reads = replica.step, replica.gradient_reads
     if step is None or step.is_even or reads is None or reads.is_as_taken(gradient):

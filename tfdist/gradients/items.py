@@ -1,4 +1,4 @@
-"""Gradients with what is known of their variables: the group and the reduction of each."""
+"""Gradients with the group and the reduction of their variables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tfdist.gradients.sparse import shard_of_gradient
 from tfdist.sharding.layout import VariableLayout, layout_of
 from tfdist.step.context import ReplicaContext
 from tfdist.step.local_steps import group_in_step
+from tfdist.utils.places import places_by
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,14 +20,14 @@ class GradientItem:
     """A gradient on its path.
 
     Attributes:
-        gradient: A tensor or IndexedSlices, of what this rank holds of the variable.
+        gradient: A tensor or IndexedSlices, for this rank's part of the variable.
         variable: Its variable.
-        layout: What of the variable this rank holds.
-        group: The ranks that it is reduced over.
-        reduction: How: "sum" or "mean".
+        layout: The layout of the variable.
+        group: The ranks to reduce over.
+        reduction: "sum" or "mean".
         keeps_rows: Whether the optimizer needs the rows of a sparse gradient, and not only their sum.
         is_global: Whether the training step has reduced it already.
-        is_part: Whether what it has then is the part that this rank applies.
+        is_part: Whether a global gradient is the part that this rank applies.
     """
 
     gradient: Any
@@ -45,16 +46,16 @@ class GradientItem:
 
     @property
     def overwrites(self) -> bool:
-        """Whether what stands for the gradient is the variable's new value."""
+        """Whether the variable's new value is passed in place of a gradient."""
         return bool(getattr(self.variable, "overwrite_with_gradient", False))
 
     @property
     def is_reduced(self) -> bool:
-        """Whether nothing is left to reduce; gradients of flat shards are reduced as they come."""
+        """Whether the gradient is reduced already, as gradients of flat shards always are."""
         return self.is_global or self.layout.flat is not None
 
     def own_shard(self, whole):
-        """What this rank's optimizer is given of a whole reduced gradient of the variable."""
+        """The part of a whole reduced gradient for this rank's optimizer."""
         is_part = self.is_part or self.layout.flat is not None
         return whole if is_part else shard_of_gradient(whole, self.layout.state)
 
@@ -70,7 +71,7 @@ def items_of(
     replica: ReplicaContext,
     keeps_rows: bool = False,
 ) -> list[GradientItem]:
-    """The gradients of a call of an optimizer.
+    """The items for the gradients of a call of an optimizer.
 
     Args:
         gradients: Tensors, IndexedSlices or None.
@@ -79,29 +80,25 @@ def items_of(
         replica: The replica context.
         keeps_rows: As in `GradientItem`.
     """
-    strategy, found = replica.strategy, []
-    for gradient, variable, origin in zip(gradients, variables, origins, strict=True):
-        layout = layout_of(variable)
-        group = strategy.group(*layout.gradient_axes(strategy.mesh))
-        how = layout.reduction(strategy.mesh, replica.step)
-        found.append(
-            GradientItem(
-                gradient,
-                variable,
-                layout,
-                group_in_step(group, replica.in_step),
-                how,
-                keeps_rows,
-                origin is not Origin.LOCAL,
-                origin is Origin.PART,
-            )
+    strategy, mesh = replica.strategy, replica.strategy.mesh
+    layouts = [layout_of(variable) for variable in variables]
+    return [
+        GradientItem(
+            gradient,
+            variable,
+            layout,
+            group_in_step(strategy.group(*layout.gradient_axes(mesh)), replica.in_step),
+            layout.reduction(mesh, replica.step),
+            keeps_rows,
+            origin is not Origin.LOCAL,
+            origin is Origin.PART,
         )
-    return found
+        for gradient, variable, layout, origin in zip(
+            gradients, variables, layouts, origins, strict=True
+        )
+    ]
 
 
 def by_reduction(items: Sequence[GradientItem]) -> dict[tuple[Group, str], list[int]]:
-    """The places of the items that are reduced together."""
-    places: dict[tuple[Group, str], list[int]] = {}
-    for place, item in enumerate(items):
-        places.setdefault((item.group, item.reduction), []).append(place)
-    return places
+    """The places of the items that are reduced together, by group and reduction."""
+    return places_by((item.group, item.reduction) for item in items)

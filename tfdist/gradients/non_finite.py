@@ -1,6 +1,6 @@
-"""The part of a training step that counts losses that are no numbers.
+"""The part of a training step that counts losses that are not finite.
 
-Put there by `tfdist.callbacks.TerminateOnNonFinite`.
+`tfdist.callbacks.TerminateOnNonFinite` adds it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _GUARD = "_tfdist_non_finite_guard"
 
 
 class NonFiniteGuard:
-    """Counts, in the graph of a training step, the steps in a row whose loss was not finite.
+    """Counts, in the graph of a training step, consecutive steps whose loss was not finite.
 
     Args:
         rank: The rank.
@@ -26,14 +26,14 @@ class NonFiniteGuard:
             self._is_bad = tf.Variable(False, trainable=False)
 
     def start(self, limit: int) -> None:
-        """Begins to count anew, up to `limit`; 0 for no limit."""
+        """Resets the counts, and sets the limit; 0 for no limit."""
         self._limit.assign(limit)
         self._in_row.assign(0)
         self._steps.assign(0)
         self._is_bad.assign(False)
 
     def note(self, loss) -> None:
-        """Takes in a loss of the step that is under way."""
+        """Adds a loss of the current step."""
         finite = tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(loss)))
         self._is_bad.assign(tf.logical_or(self._is_bad, tf.logical_not(finite)))
 
@@ -41,18 +41,18 @@ class NonFiniteGuard:
         """Counts the step.
 
         Returns:
-            What gradients wait for, so that they reach other ranks only where training goes on:
-            else ranks that have only the bad weights of this one would count as far by then.
+            Control inputs for gradients, so that other ranks receive them only if training continues.
+            Otherwise ranks with the bad weights of this one would have reached the same count.
         """
         self._steps.assign_add(1)
         self._in_row.assign(tf.where(self._is_bad, self._in_row + 1, 0))
         self._is_bad.assign(False)
         is_over = tf.logical_and(self._limit > 0, self._in_row >= self._limit)
-        goes_on = tf.debugging.Assert(tf.logical_not(is_over), ["The loss is not finite"])
-        return [] if tf.executing_eagerly() else [goes_on]
+        check = tf.debugging.Assert(tf.logical_not(is_over), ["The loss is not finite"])
+        return [] if tf.executing_eagerly() else [check]
 
     def error(self) -> FloatingPointError | None:
-        """What to say of the steps so far; None where there is nothing."""
+        """The error to raise after the steps so far; None if the limit is not reached."""
         in_row, limit = int(self._in_row), int(self._limit)
         if not limit or in_row < limit:
             return None
@@ -64,10 +64,10 @@ class NonFiniteGuard:
 
 
 def guard_of(model) -> NonFiniteGuard | None:
-    """The guard that a `TerminateOnNonFinite` has put into a model."""
+    """The guard that a `TerminateOnNonFinite` has added to a model."""
     return getattr(model, _GUARD, None)
 
 
 def put_guard(model, guard: NonFiniteGuard) -> None:
-    """Puts a guard into a model, whose training step has not been traced yet."""
+    """Adds a guard to a model, whose training step has not been traced yet."""
     setattr(model, _GUARD, guard)

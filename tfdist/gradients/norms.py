@@ -1,4 +1,4 @@
-"""The norm of the gradients of a step, as ranks add it up that hold parts of it, or the same."""
+"""The norm of the gradients of a step, over ranks that hold parts of them or copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.sharding.layout import layout_of
 
 
 def square_of(gradients: Sequence) -> tf.Tensor:
-    """The squared norm of gradients that one process has whole: a float64 scalar.
+    """The squared norm of gradients that one process holds as a whole: a float64 scalar.
 
     Args:
         gradients: Tensors, IndexedSlices or None.
@@ -21,10 +21,10 @@ def square_of(gradients: Sequence) -> tf.Tensor:
 
 
 def weighted_square(gradients: Sequence, variables: Sequence, mesh: Mesh) -> tf.Tensor:
-    """This rank's part of the squared norm of all gradients: those of all ranks add up to it.
+    """This rank's part of the squared norm of all gradients: the parts of all ranks add up to it.
 
     Args:
-        gradients: Tensors, IndexedSlices or None, after they were reduced.
+        gradients: Reduced tensors, IndexedSlices or None.
         variables: Their variables.
         mesh: The mesh.
 
@@ -36,23 +36,26 @@ def weighted_square(gradients: Sequence, variables: Sequence, mesh: Mesh) -> tf.
 
 
 def square_parts(parts: Sequence[tuple]) -> tf.Tensor:
-    """The squared norms of gradients, each over the number of ranks that count it; 0 for none."""
-    found = []
-    for gradient, holders in parts:
-        if gradient is None or not holders:
-            continue
-        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        square = tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
-        found.append(tf.cast(square, tf.float64) / holders)
+    """The sum of the squared norms of gradients, each divided by the number of ranks that count it."""
+    found = [
+        tf.cast(sum_of_squares(gradient), tf.float64) / holders
+        for gradient, holders in parts
+        if gradient is not None and holders
+    ]
     return tf.add_n(found) if found else tf.constant(0.0, tf.float64)
 
 
+def sum_of_squares(gradient) -> tf.Tensor:
+    """The squared norm of a gradient. Rows of a sparse one count separately, as in Keras."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+
+
 def _holders(variable, mesh: Mesh) -> int:
-    """How many ranks hold what this one does of a gradient; 0 where another one counts it."""
+    """The number of ranks with the same part of a gradient; 0 where another rank counts it."""
     layout = layout_of(variable)
     if not layout.counts:
         return 0
     shard = layout.gradient_shard
-    split = set() if shard is None else set(shard.group.axes)
-    axes = [axis for axis in layout.replicated_axes(mesh) if axis not in split]
-    return math.prod(mesh.shape[axis] for axis in axes)
+    split = () if shard is None else shard.group.axes
+    return math.prod(mesh.shape[axis] for axis in layout.replicated_axes(mesh) if axis not in split)

@@ -1,7 +1,7 @@
-"""What the gradients are made of that an optimizer is given: of global ones, or of this rank's own.
+"""The origins of the gradients that an optimizer receives: global gradients, or gradients of this rank.
 
-A step of a user's own may do anything between `tape.gradient` and `apply`. What the tape returned is
-marked here, and the graph tells what became of it.
+A custom training step may do anything between `tape.gradient` and `apply`. The gradients that the tape
+returned are marked here, and the graph shows what was computed from them.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from tfdist.step.context import ReplicaContext
 class Origin(enum.Enum):
     """Where a gradient comes from."""
 
-    #: This rank's.
+    #: The gradient of this rank.
     LOCAL = enum.auto()
-    #: Of the global batch, whole.
+    #: The whole gradient of the global batch.
     GLOBAL = enum.auto()
-    #: Of the global batch, the part of it that the optimizer of this rank applies.
+    #: The part of the gradient of the global batch that the optimizer of this rank applies.
     PART = enum.auto()
-    #: A handle: what the tape returned, which nobody is to look at.
+    #: A handle: returned by the tape, and not to be read.
     HANDLE = enum.auto()
-    #: A sum over the replicas, taken by the step.
+    #: A sum over the replicas, computed by the step.
     SUM = enum.auto()
 
 
 class Marks:
-    """The tensors whose origin is known, in one call of a step."""
+    """The tensors with a known origin in one call of a step."""
 
     def __init__(self):
         self._found: dict[tuple, tuple[tf.Tensor, Origin]] = {}
 
     def put(self, gradients: Iterable, origin: Origin) -> None:
-        """Notes where gradients come from: tensors, IndexedSlices or None."""
+        """Records the origin of gradients: tensors, IndexedSlices or None."""
         for gradient in gradients:
             for part in parts_of_gradient(gradient):
-                # The tensor is kept, so that its id stays its own.
+                # Keeping the tensor keeps its id unique.
                 self._found[_key(part)] = part, origin
 
     def of(self, tensor: tf.Tensor) -> Origin | None:
-        """The origin of this very tensor."""
-        found = self._found.get(_key(tensor))
-        return None if found is None else found[1]
+        """The origin of a marked tensor; None for any other."""
+        return self._found.get(_key(tensor), (None, None))[1]
 
     def trace(self, gradient) -> tuple[frozenset[Origin], bool]:
-        """What a gradient is made of.
+        """Traces what a gradient was computed from.
 
-        Eager tensors do not tell. Of rows the indices do, which most computations leave as they are.
+        Eager tensors have no history. Sparse gradients are also traced by their indices, which most
+        computations do not change.
 
         Returns:
-            The origins that it leads back to, and whether it is made of nothing else that may differ
-            between ranks: constants and variables beside them.
+            The origins that it was computed from, and whether all its other inputs, such as constants
+            and variables, are the same on all ranks.
         """
         values, *indices = parts_of_gradient(gradient)
         found, is_same = self._origins([values])
@@ -65,7 +65,7 @@ class Marks:
         return frozenset(found), is_same
 
     def global_origin(self, gradient) -> Origin:
-        """`GLOBAL` or `PART` of what is made of gradients that are; else `LOCAL`."""
+        """`GLOBAL` or `PART` for what was computed from such gradients; otherwise `LOCAL`."""
         found = self.trace(gradient)[0] if gradient is not None else ()
         return next((each for each in (Origin.PART, Origin.GLOBAL) if each in found), Origin.LOCAL)
 
@@ -87,7 +87,7 @@ class Marks:
 
 
 def parts_of_gradient(gradient) -> Sequence[tf.Tensor]:
-    """The tensors of a gradient, its values first; none of None."""
+    """The tensors of a gradient, its values first; none for None."""
     if gradient is None:
         return ()
     if isinstance(gradient, tf.IndexedSlices):
@@ -102,7 +102,7 @@ def _key(tensor) -> tuple:
 def origins_of(
     gradients: Sequence, variables: Sequence, replica: ReplicaContext
 ) -> tuple[list, list[Origin]]:
-    """Gradients that an optimizer is given: as a tape returned them, or as the step has made them.
+    """The origins of the gradients that an optimizer receives, from a tape or from the step.
 
     Args:
         gradients: Tensors, IndexedSlices or None.
@@ -110,17 +110,16 @@ def origins_of(
         replica: The replica context.
 
     Returns:
-        What handles among them stand for, and of each whether it is still to be reduced.
+        The gradients, with handles replaced by the gradients that they represent, and their origins.
 
     Raises:
-        ValueError: One is of a kind that no reduction makes right.
+        ValueError: No reduction of one of them gives the gradient of the global batch.
     """
     reads, marks = replica.gradient_reads, replica.gradient_marks
     given = list(gradients) if reads is None else reads.behind(gradients)
-    if replica.gradients_are_global:
-        return given, [Origin.GLOBAL] * len(given)
-    if reads is not None:
+    if reads is not None and not replica.gradients_are_global:
         return given, reads.origins(given, variables)
-    if marks is not None:
+    if marks is not None and not replica.gradients_are_global:
         return given, [marks.global_origin(gradient) for gradient in given]
-    return given, [Origin.LOCAL] * len(given)
+    origin = Origin.GLOBAL if replica.gradients_are_global else Origin.LOCAL
+    return given, [origin] * len(given)

@@ -1,4 +1,4 @@
-"""Gradients among the ranks that hold other samples: weights, buckets and one reduction each."""
+"""Gradients of ranks that hold different samples: weights, buckets and one reduction each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,32 @@ from tfdist.gradients.items import GradientItem, by_reduction
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
 from tfdist.gradients.sparse import reduce_rows
 from tfdist.gradients.throttle import InFlightLimit
+from tfdist.sharding.parts import flattened, unflattened
+from tfdist.step.context import ReplicaContext
 from tfdist.step.gradient_options import GradientOptions
 from tfdist.step.keras_step import KerasStep
+from tfdist.utils.places import replace_at, replaced_by_key
+
+
+def weigh_items(items: Sequence[GradientItem], replica: ReplicaContext) -> list:
+    """The gradients of items, weighted by this rank's share of the samples, unless they are global.
+
+    Gradients of flat shards were weighted when they were reduced.
+    """
+    found, mesh = [item.gradient for item in items], replica.strategy.mesh
+    places = [
+        place
+        for place, item in enumerate(items)
+        if not (item.is_reduced or item.overwrites or item.layout.has_global_gradient(mesh))
+    ]
+    replace_at(found, places, weigh_gradients([found[place] for place in places], replica.step))
+    return found
 
 
 def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
-    """Multiplies by this rank's share of the samples, where shares may differ.
+    """Multiplies gradients by this rank's share of the samples, where shares may differ.
 
-    A rank without samples contributes exact zeros, also where its own gradient is not a number.
+    A rank without samples contributes exact zeros, even if its own gradient is NaN.
     """
     if step is None or step.is_even or step.gradient_group.size == 1:
         return list(gradients)
@@ -39,7 +57,7 @@ def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
 
 
 def sum_partial_gradients(items: Sequence[GradientItem], options: GradientOptions) -> list:
-    """Sums the gradients of whole variables of which each rank of a group saw a part of the work.
+    """Sums gradients of replicated variables to which each rank of a group contributes a part.
 
     Args:
         items: The gradients of a step.
@@ -48,17 +66,14 @@ def sum_partial_gradients(items: Sequence[GradientItem], options: GradientOption
     Returns:
         The gradients of all items.
     """
-    summed = [item.gradient for item in items]
-    places: dict[Group, list[int]] = {}
-    for place, item in enumerate(items):
-        if item.layout.partial_over is not None and not item.is_global:
-            places.setdefault(item.layout.partial_over, []).append(place)
-    for group, some in places.items():
-        parts = [None if summed[p] is None else tf.convert_to_tensor(summed[p]) for p in some]
-        parts = reduce_gradients(parts, group, "sum", options, name="partial-gradients")
-        for place, part in zip(some, parts, strict=True):
-            summed[place] = part
-    return summed
+
+    def summed(group: Group, places: list[int]) -> list:
+        parts = [items[place].gradient for place in places]
+        parts = [None if part is None else tf.convert_to_tensor(part) for part in parts]
+        return reduce_gradients(parts, group, "sum", options, name="partial-gradients")
+
+    groups = [None if item.is_global else item.layout.partial_over for item in items]
+    return replaced_by_key([item.gradient for item in items], groups, summed)
 
 
 def reduce_items(
@@ -68,13 +83,13 @@ def reduce_items(
     whole: bool = False,
     name: str = "gradients",
 ) -> list:
-    """Reduces gradients, each over its group; those whose state is sharded to this rank's shards.
+    """Reduces each gradient over its group; if its state is sharded, to this rank's shard.
 
     Args:
-        items: What is left to reduce of a step.
+        items: The gradients of a step that are not reduced yet.
         options: How gradients are sent.
-        whole: Whether all ranks of the groups get all of them whole.
-        name: What is sent, for messages.
+        whole: Whether all ranks of the groups receive whole gradients.
+        name: The name of the collectives, for messages.
 
     Returns:
         The reduced gradients, in the order of the items.
@@ -83,17 +98,12 @@ def reduce_items(
     for (group, reduction), places in by_reduction(items).items():
         some = [found[place] for place in places]
         shards = [None if whole else items[place].layout.state for place in places]
-        keep_rows = any(items[place].keeps_rows for place in places)
+        rows = any(items[place].keeps_rows for place in places)
         if any(shard is not None for shard in shards):
-            reduced = reduce_scatter_gradients(
-                some, shards, reduction, options, keep_rows=keep_rows
-            )
+            some = reduce_scatter_gradients(some, shards, reduction, options, keep_rows=rows)
         else:
-            reduced = reduce_gradients(
-                some, group, reduction, options, keep_rows=keep_rows, name=name
-            )
-        for place, gradient in zip(places, reduced, strict=True):
-            found[place] = gradient
+            some = reduce_gradients(some, group, reduction, options, keep_rows=rows, name=name)
+        replace_at(found, places, some)
     return found
 
 
@@ -108,69 +118,53 @@ def reduce_gradients(
 ) -> list:
     """Reduces gradients over a group.
 
-    Gradients of one dtype that together fill a bucket travel as one flat tensor, those that the
-    backward pass yields first (the last layers') in the first bucket. Sparse gradients of
-    embeddings travel as rows where the optimizer needs them, or where that is less than the table.
+    Gradients of one dtype that together fill a bucket are sent as one flat tensor. The gradients that
+    the backward pass yields first (those of the last layers) are in the first bucket. Sparse gradients of
+    embeddings are sent as rows if the optimizer needs them, or if they have fewer bytes than the table.
 
     Args:
         gradients: Tensors, IndexedSlices or None, in the order of the variables.
         group: The ranks.
         reduction: "sum" or "mean".
-        options: How gradients travel.
+        options: How gradients are sent.
         keep_rows: Whether sparse gradients stay sparse, with the rows of all ranks.
-        name: What travels, for messages.
+        name: The name of the collectives, for messages.
 
     Returns:
-        The reduced gradients, in the order given.
+        The reduced gradients, in the given order.
     """
-    if group.size == 1:
-        return list(gradients)
     reduced: list = list(gradients)
-    dense: list[int] = []
-    for index, gradient in enumerate(gradients):
-        if isinstance(gradient, tf.IndexedSlices):
-            if keep_rows or rows_are_fewer(gradient, group):
-                reduced[index] = reduce_rows(gradient, group, reduction, f"{name}/{index}")
-            else:
-                reduced[index] = tf.convert_to_tensor(gradient)
-                dense.append(index)
+    if group.size == 1:
+        return reduced
+    dense: list[tuple[int, tf.Tensor]] = []
+    for place, gradient in enumerate(gradients):
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        if is_sparse and (keep_rows or rows_are_fewer(gradient, group)):
+            reduced[place] = reduce_rows(gradient, group, reduction, f"{name}/{place}")
         elif gradient is not None:
-            dense.append(index)
-    found = buckets([(index, reduced[index]) for index in reversed(dense)], options.bucket_bytes)
-    limit = InFlightLimit()
-    for number, bucket in enumerate(found):
-        tensors = [reduced[index] for index in bucket]
+            reduced[place] = tf.convert_to_tensor(gradient)
+            dense.append((place, reduced[place]))
+    limit, dtype = InFlightLimit(), options.communication_dtype
+    for number, bucket in enumerate(buckets(reversed(dense), options.bucket_bytes)):
+        tensors = [reduced[place] for place in bucket]
         limit.begin(tensors)
         bucket_name = f"{name}/bucket{number}"
         call = Call("all_reduce", group, bucket_name, reduction)
-        dtype = options.communication_dtype
         if is_narrower(dtype, tensors[0].dtype):
-            flat = narrow_all_reduce(_flat(tensors), group, reduction, dtype, name=bucket_name)
-            results = _unflattened(flat, tensors)
+            flat = flattened(tensors)
+            flat = narrow_all_reduce(flat, group, reduction, dtype, name=bucket_name)
+            results = unflattened(flat, tensors)
         elif len(tensors) == 1:
             results = [run(call, tensors[0])]
         else:
-            results = _unflattened(run(call, _flat(tensors)), tensors)
+            results = unflattened(run(call, flattened(tensors)), tensors)
         limit.end(results)
-        for index, tensor in zip(bucket, results, strict=True):
-            reduced[index] = tensor
+        replace_at(reduced, bucket, results)
     return reduced
 
 
-def _flat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-
-
-def _unflattened(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    parts = tf.split(flat, [tf.size(tensor) for tensor in like])
-    return [
-        tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
-        for part, tensor in zip(parts, like, strict=True)
-    ]
-
-
 def rows_are_fewer(gradient: tf.IndexedSlices, group: Group) -> bool:
-    """Whether gathering all ranks' rows moves fewer bytes than reducing the dense gradient."""
+    """Whether gathering the rows of all ranks sends fewer bytes than reducing the dense gradient."""
     rows = gradient.indices.shape[0]
     table = None if gradient.dense_shape is None else tf.get_static_value(gradient.dense_shape)
     if rows is None or table is None:

@@ -1,4 +1,4 @@
-"""`GradientStage`: what changes, measures or reduces gradients on their path to the optimizer."""
+"""`GradientStage`: changes, measures or reduces gradients on their path to the optimizer."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from tfdist.sharding.kept import KeptState
 from tfdist.step.context import DistributedStrategy, ReplicaContext
 from tfdist.step.hooks import active_hooks
 from tfdist.step.keras_step import KerasStep
+from tfdist.utils.places import replace_at
 
 
 class Position(enum.Enum):
-    """Where on the path a stage is called."""
+    """The position on the path at which a stage is called."""
 
-    #: Each micro-step, after the gradients were weighted by the rank's share of the samples.
+    #: In each micro-step, after the gradients were weighted by the rank's share of the samples.
     LOCAL = enum.auto()
-    #: Once per reduction, in place of the default one.
+    #: Once per reduction, in place of the default reduction.
     REDUCE = enum.auto()
     #: After each reduction.
     REDUCED = enum.auto()
-    #: Once per update, after accumulation and before clipping; before the reduction, where gradients are
+    #: Once per update, after accumulation and before clipping; before the reduction if gradients are
     #: accumulated before they are reduced (ZeRO 0 and 1).
     UPDATE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientContext:
-    """What a stage knows beside the gradients.
+    """The context of a call of a stage.
 
     Attributes:
-        optimizer: The optimizer that they are for.
+        optimizer: The optimizer that receives the gradients.
         strategy: The strategy.
-        step: The Keras step under way; None outside of one.
-        name: What collectives serve, for messages.
+        step: The current Keras step; None outside a step.
+        name: The name of collectives, for messages.
     """
 
     optimizer: Any
@@ -50,31 +51,31 @@ class GradientContext:
     name: str = "gradients"
 
     def reduce(self, items: Sequence[GradientItem]) -> list:
-        """Whole reduced gradients, by the default buckets, in the order of the items."""
+        """Whole gradients, reduced in the default buckets, in the order of the items."""
         options = self.strategy.gradient_options
         return reduce_items(items, options, whole=True, name=self.name)
 
 
 class GradientStage(abc.ABC):
-    """Called at one of four positions of the path of gradients.
+    """Called at one of four positions on the path of gradients.
 
-    A stage of REDUCE gets, once per reduction, all items that it claims, possibly of several groups, and
-    also none. It returns whole reduced gradients, of which the path takes shards. Others get all
-    gradients, in the order of the variables, and return as many.
+    A stage of REDUCE receives, once per reduction, all items that it claims, which may be of several
+    groups, or none. It returns whole reduced gradients, and the path extracts the shards. Other stages
+    receive all gradients, in the order of the variables, and return the same number.
 
-    Stages of one position run in the order in which the strategy was given them; those of hooks follow.
-    They are called once per trace, or in each step under `run_eagerly`, and after accumulation they are
-    traced inside `tf.cond`: so they use operations of TensorFlow alone, and keep what they remember in
+    Stages of one position run in the order in which they were passed to the strategy, followed by those of
+    hooks. They are called once per trace, or in each step under `run_eagerly`, and after accumulation they
+    are traced inside `tf.cond`. So they may only use TensorFlow operations, and must store state in
     variables.
 
     Attributes:
-        position: Where it is called.
+        position: The position at which it is called.
     """
 
     position: ClassVar[Position]
 
     def check(self, *, mesh: Mesh, zero_stage: int, optimizer) -> None:
-        """Raises ValueError where the stage cannot be used; called before the first step."""
+        """Raises ValueError if the stage cannot be used; called before the first step."""
 
     def claims(self, item: GradientItem) -> bool:
         """Whether this stage of REDUCE reduces a gradient."""
@@ -82,7 +83,7 @@ class GradientStage(abc.ABC):
         return False
 
     def kept_states(self, model: keras.Model) -> Sequence[KeptState]:
-        """What checkpoints of a model save and restore of this stage."""
+        """The states of this stage that checkpoints of a model save and restore."""
         del model
         return ()
 
@@ -99,7 +100,7 @@ class Stages:
         optimizer: The optimizer.
 
     Raises:
-        ValueError: A stage cannot be used with it.
+        ValueError: A stage cannot be used with the optimizer.
     """
 
     def __init__(self, replica: ReplicaContext, optimizer):
@@ -114,18 +115,17 @@ class Stages:
             stage.check(mesh=strategy.mesh, zero_stage=strategy.zero_stage, optimizer=optimizer)
 
     def through(self, position: Position, items: Sequence[GradientItem]) -> list:
-        """The gradients of all items, behind the stages of a position."""
+        """The gradients of all items, after the stages of a position."""
         found = [item.gradient for item in items]
         places = [p for p, item in enumerate(items) if item.is_gradient]
         for stage in self._stages:
             if stage.position is position:
                 given = [items[p].with_gradient(found[p]) for p in places]
-                for place, gradient in zip(places, stage(given, self._context), strict=True):
-                    found[place] = gradient
+                replace_at(found, places, stage(given, self._context))
         return found
 
     def reduced(self, items: Sequence[GradientItem]) -> dict[int, Any]:
-        """What stages of REDUCE make of the items that they claim, whole, by place."""
+        """The whole gradients that stages of REDUCE return for the items that they claim, by place."""
         found: dict[int, Any] = {}
         for stage in self._stages:
             if stage.position is Position.REDUCE:

@@ -1,10 +1,10 @@
 """A limit on the buckets of gradients that are in flight.
 
-TensorFlow computes a gradient as soon as it can. Where ranks compute faster than they talk, all of
-them would stand waiting for their turn, beside the buffers of those that are under way.
+TensorFlow computes a gradient as soon as it can. Where computation is faster than communication, all
+gradients would wait in memory for their turn, in addition to the buffers of the buckets in flight.
 
-`Operation._add_control_inputs` is TensorFlow's own: the graph of the backward pass is there when it
-is known what travels together. `tests/gradients/test_throttle.py` fails where it moves.
+`Operation._add_control_inputs` is private to TensorFlow: the graph of the backward pass exists before the
+buckets are known. `tests/gradients/test_throttle.py` fails if it changes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-#: How many buckets are computed or under way at a time, where each rank has room for all gradients.
+#: The number of buckets that are computed or sent at a time, if each rank has memory for all gradients.
 MAX_IN_FLIGHT = 4
-#: The same under ZeRO, where memory is what counts.
+#: The same under ZeRO, which has to save memory.
 MAX_IN_FLIGHT_SHARDED = 2
 
 
 class InFlightLimit:
-    """The order in which buckets of gradients are computed and leave.
+    """The order in which buckets of gradients are computed and sent.
 
-    The more of them may be under way, the less often does the link wait for the backward pass, or it
-    for the link; each takes the memory of what is computed, or has come, in it.
+    With more buckets in flight the network and the backward pass wait for each other less often, but each
+    bucket requires memory for its gradients.
 
     Args:
-        max_in_flight: How many buckets are computed or under way at a time.
+        max_in_flight: The number of buckets that are computed or sent at a time.
 
     ```python
     limit = InFlightLimit()
@@ -39,29 +39,29 @@ class InFlightLimit:
     def __init__(self, max_in_flight: int = MAX_IN_FLIGHT):
         self._max_in_flight = max_in_flight
         self._done: list[list[tf.Operation]] = []
-        #: What the outcomes of buckets that are waited for are made of.
+        #: The operations that buckets which others wait for depend on.
         self._before: set[tf.Operation] = set()
 
     def begin(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Has what makes some gradients wait for the bucket before those under way."""
+        """Makes the computation of gradients wait for an earlier bucket."""
         if tf.executing_eagerly() or len(self._done) < self._max_in_flight:
             return
         done = self._done[-self._max_in_flight]
         self._before |= _ancestors(done, self._before)
         for gradient in gradients:
             operation = gradient.op
-            # An argument of a function waits for nobody; what others were made of cannot wait.
+            # An argument of a function cannot wait, nor can an operation that the bucket depends on.
             if operation.type != "Placeholder" and operation not in self._before:
                 operation._add_control_inputs([o for o in done if o.graph is operation.graph])
 
     def end(self, reduced: Sequence[tf.Tensor]) -> None:
-        """Takes in what has become of the bucket."""
+        """Records the results of the bucket."""
         if not tf.executing_eagerly():
             self._done.append(list({tensor.op: None for tensor in reduced}))
 
 
 def _ancestors(operations: Sequence[tf.Operation], known: set) -> set:
-    """Operations and all that they are made of, but what is known."""
+    """Operations and all that they depend on, without the known ones."""
     found: set = set()
     waiting = list(operations)
     while waiting:

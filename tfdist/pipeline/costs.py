@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.functional import trace_graph, without_values
+from tfdist.backend.keras.functional import is_deferred, trace_graph
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.pipeline.chain import Chain
@@ -173,7 +173,7 @@ def _forward_and_backward(segment: Segment, x: Sequence, values: Sequence, marks
             list(zip(segment.deferred_variables, values, strict=True)), initialize_variables=False
         ):
             y = segment.model(list(x), training=True)
-    sources += [v.value for v in segment.trainable_variables if not without_values(v)]
+    sources += [v.value for v in segment.trainable_variables if not is_deferred(v)]
     marks["forward"] = len(tf.compat.v1.get_default_graph().get_operations())
     # Integers have no gradient.
     made = [tensor for tensor in keras.tree.flatten(y) if tensor.dtype.is_floating]

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.functional import defer, initialize_weights, without_values
+from tfdist.backend.keras.functional import defer, initialize_weights, is_deferred
 from tfdist.collectives import Group, all_reduce
 from tfdist.pipeline.partition import Partition
 from tfdist.sharding.initializers import SlicedInitializer
@@ -45,7 +45,7 @@ class StagePlacement:
         zeros = keras.initializers.Zeros()
         for key, variable in self._variables.items():
             part = update_layout(variable, stage=Stage(self.group, tuple(self._ranks[key]))).slice
-            if self.group.rank not in self._ranks[key] and without_values(variable):
+            if self.group.rank not in self._ranks[key] and is_deferred(variable):
                 # A trace for shapes must not read such a variable from a file, or draw its values.
                 defer(variable, zeros if part is None else SlicedInitializer(zeros, part))
 

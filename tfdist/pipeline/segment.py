@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.attributes import own_losses
-from tfdist.backend.keras.functional import count_flops, trace_graph, without_values
+from tfdist.backend.keras.functional import count_flops, is_deferred, trace_graph
 from tfdist.backend.keras.private import all_layers
 
 
@@ -53,7 +53,7 @@ class Segment:
     @property
     def deferred_variables(self) -> list[keras.Variable]:
         """The variables without a value, as of `deferred_weights`."""
-        return [variable for variable in self.variables if without_values(variable)]
+        return [variable for variable in self.variables if is_deferred(variable)]
 
     @property
     def parameters(self) -> int:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.dependence import is_independent_of_batch
-from tfdist.backend.graph.split import Part, ancestors, carve
+from tfdist.backend.graph.split import Subgraph, ancestors, split_graph
 from tfdist.backend.keras.functional import trace_graph
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.segment import Segment
@@ -37,9 +37,9 @@ class StageProgram:
             every micro-batch, such as those of positions.
     """
 
-    forward: Part
-    backward: Part
-    weights: Part | None
+    forward: Subgraph
+    backward: Subgraph
+    weights: Subgraph | None
     x: dict[int, str]
     inputs: dict[int, str]
     batch: tuple[str, ...]
@@ -162,7 +162,7 @@ def trace_stage(
     else:
         groups = [forward, leads_back | to_weights]
         outputs = [kept, [*dx.values(), *flat]]
-    parts = carve(graph, groups, outputs)
+    parts = split_graph(graph, groups, outputs)
 
     def names(tensors: Mapping[int, tf.Tensor]) -> dict[int, str]:
         return {number: tensor.name for number, tensor in tensors.items()}

@@ -33,6 +33,8 @@ _PAUSE_SECONDS = 0.1
 #: A caller has at least this time to answer before a new connection replaces it.
 _SETTLE_SECONDS = 0.2
 _ACCEPTS_PER_TURN = 32
+#: The maximum number of unauthenticated connections. One more closes the oldest.
+_MOST_STRANGERS = 64
 
 
 class Proven(NamedTuple):
@@ -65,10 +67,11 @@ class Listener(contextlib.AbstractContextManager):
         purpose: The purpose of the connections, the same as the callers'. Also the name in the log.
         identities: The identities that a caller may prove.
         handshake_seconds: The timeout of a handshake.
-        max_strangers: The maximum number of unauthenticated connections. One more closes the oldest.
 
     Attributes:
+        addresses: The addresses of the sockets.
         dropped: The number of callers whose connections were closed.
+        fileno: Returns a file descriptor that is readable when `poll` has work, for a selector.
     """
 
     def __init__(
@@ -79,12 +82,12 @@ class Listener(contextlib.AbstractContextManager):
         *,
         identities: Collection[int] = range(LARGEST_IDENTITY + 1),
         handshake_seconds: float = 5.0,
-        max_strangers: int = 64,
     ):
         self._key, self._purpose, self._identities = key, purpose, identities
-        self._handshake_seconds, self._max_strangers = handshake_seconds, max_strangers
+        self._handshake_seconds = handshake_seconds
         self._selector = selectors.DefaultSelector()
         self._sockets = list(sockets)
+        self.addresses: list = [sock.getsockname() for sock in self._sockets]
         for sock in self._sockets:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
@@ -95,13 +98,7 @@ class Listener(contextlib.AbstractContextManager):
         #: Those that were authenticated while `accept` waited for one.
         self._ready: list[Proven] = []
         self.dropped = 0
-        #: A file descriptor that is readable when `poll` has work, for a selector.
         self.fileno = self._selector.fileno
-
-    @property
-    def addresses(self) -> list:
-        """The addresses of the sockets."""
-        return [sock.getsockname() for sock in self._sockets]
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -174,7 +171,7 @@ class Listener(contextlib.AbstractContextManager):
             if self._limit.is_exceeded():
                 self._pause()
                 return
-            if len(self._callers) >= self._max_strangers and not self._make_room():
+            if len(self._callers) >= _MOST_STRANGERS and not self._make_room():
                 return
             try:
                 sock, address = listening.accept()

@@ -1,4 +1,4 @@
-"""`VariableLayout`: what part of a global array a variable is, and all that follows from it."""
+"""`VariableLayout`: the part of a global array that a variable holds."""
 
 from tfdist.sharding.layout import whole_value
 

@@ -1,4 +1,4 @@
-"""Several arrays of one dtype, reduced to flat shards or gathered from them in one collective."""
+"""Collectives that reduce several arrays of one dtype to flat shards, or gather them from flat shards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def reduce_scatter_arrays(
     options: GradientOptions,
     name: str,
 ) -> list[tf.Tensor]:
-    """Reduces arrays over their group, of which each rank gets its shards.
+    """Reduces arrays over a group to this rank's shards of them.
 
     Args:
-        arrays: Tensors of one dtype, of one group.
-        shards: How each is cut.
+        arrays: Tensors of one dtype.
+        shards: The flat shard of each array, over the same group.
         reduction: "sum" or "mean".
-        options: How gradients travel.
-        name: What the operation serves, for messages.
+        options: How gradients are sent.
+        name: The name of the collective, for messages.
     """
     parts = [shard.all_shards(array) for shard, array in zip(shards, arrays, strict=True)]
     packed = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
@@ -38,17 +38,17 @@ def reduce_scatter_arrays(
         own = reduce_scatter(flat, group, reduction, name=name)
     if len(parts) == 1:
         return [own]
-    # An optimizer may keep a shard's memory as that of its state, and with it that of all.
+    # An optimizer may keep the buffer of a shard for its state; a view would keep that of all shards.
     return [deep_copy(share) for share in tf.split(own, [shard.share for shard in shards])]
 
 
 def all_gather_arrays(own: Sequence[tf.Tensor], shards: Sequence[FlatShard], name: str) -> list:
-    """The arrays of which each rank gives its shards: undoes `reduce_scatter_arrays`.
+    """Gathers arrays from the shards of all ranks: the inverse of `reduce_scatter_arrays`.
 
     Args:
         own: This rank's shards, of one dtype.
-        shards: How each array is cut, over one group.
-        name: What the operation serves, for messages.
+        shards: The flat shard of each array, over the same group.
+        name: The name of the collective, for messages.
     """
     packed = own[0] if len(own) == 1 else tf.concat(own, axis=0)
     group = shards[0].group

@@ -1,4 +1,4 @@
-"""Where the weights of experts lie: the experts over one axis, the hidden units of each over another."""
+"""The split of the weights of experts: experts over one axis, the hidden units of each over another."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from tfdist.sharding.parts import NestedSlice, Slice
 from tfdist.sharding.weights import TENSOR_AXIS, axis_group, tensor_group
 from tfdist.step.context import current_strategy
 
-#: The axis whose ranks hold other experts, and other rows.
+#: The axis whose ranks hold different experts, and different rows.
 EXPERT_AXIS = "expert"
 
 
 def expert_group() -> Group | None:
-    """The ranks along the expert axis of the strategy in scope, or None where there is one rank."""
+    """The ranks along the expert axis of the strategy in scope; None if there is one rank."""
     return axis_group(EXPERT_AXIS)
 
 
 def check_experts(num_experts: int, group: Group | None, layer) -> None:
-    """Raises where the experts of a layer cannot be divided among ranks.
+    """Checks that the experts of a layer can be divided among ranks.
 
     Raises:
-        ValueError: Their number does not divide by the expert axis.
+        ValueError: Their number is not divisible by the size of the expert axis.
     """
     if group is not None and num_experts % group.size:
         raise ValueError(
-            f"num_experts divides by the {EXPERT_AXIS} axis. Received: num_experts={num_experts} "
-            f"in `{layer.name}` with {EXPERT_AXIS}={group.size}."
+            f"num_experts must be divisible by the size of the {EXPERT_AXIS} axis. Received: "
+            f"num_experts={num_experts} in `{layer.name}` with {EXPERT_AXIS}={group.size}."
         )
 
 
 def expert_part(shape: Sequence[int], unit_dim: int | None) -> Slice | NestedSlice | None:
-    """What part of an array of all experts' weights a rank holds, under the strategy in scope.
+    """The part of an array of all experts' weights on this rank, under the strategy in scope.
 
     Args:
-        shape: The shape of the global array; its dim 0 counts experts.
-        unit_dim: The dim that counts hidden units, split over the tensor axis; None where the
-            weights are of no single units.
+        shape: The shape of the global array, with the experts along dim 0.
+        unit_dim: The dim of the hidden units, split over the tensor axis; None if there is none.
 
     Returns:
-        The part; None where a rank holds the whole.
+        The part; None if a rank holds the whole array.
     """
     shape = tuple(shape)
     strategy, experts, units = current_strategy(), expert_group(), tensor_group()

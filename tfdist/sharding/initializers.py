@@ -1,4 +1,4 @@
-"""Initializers of slices of arrays."""
+"""An initializer for a slice of an array."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class SlicedInitializer:
     """The initializer of a slice of an array.
 
     Args:
-        whole: The array's; one that has a method `read_slice(part, dtype)` makes no more than that.
+        whole: The initializer of the array. If it has a method `read_slice(part, dtype)`, only the slice is
+            read.
         part: The slice.
     """
 
@@ -20,7 +21,7 @@ class SlicedInitializer:
         self._part = part
 
     def __call__(self, shape, dtype=None):
-        """The slice; `shape` is its shape."""
+        """Returns the slice; `shape` is its shape."""
         read = getattr(self.whole, "read_slice", None)
         if read is not None:
             return read(self._part, dtype)

@@ -1,4 +1,4 @@
-"""`KeptState`: what a checkpoint keeps of a training in addition to its model."""
+"""`KeptState`: training state that checkpoints save in addition to the model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tfdist.step.hooks import FitHook, fit_hooks
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VariableKey:
-    """The key of an array that belongs to a variable of the model, as a moment does.
+    """The key of an array that belongs to a variable of the model, such as a moment.
 
-    In a checkpoint it is named by the variable's name there.
+    Its name in a checkpoint contains the name of the variable.
 
     Attributes:
-        variable: The variable, of those that this rank holds.
-        name: What the array is of it.
+        variable: The variable, one of those that this rank holds.
+        name: The name of the array.
     """
 
     variable: Any
@@ -30,7 +30,7 @@ class VariableKey:
         return hash((id(self.variable), self.name))
 
     def __eq__(self, other: object) -> bool:
-        # Keras' variables compare their values.
+        # The `==` of Keras' variables compares values.
         return (
             isinstance(other, VariableKey)
             and self.variable is other.variable
@@ -43,12 +43,12 @@ Key = str | VariableKey
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A variable that a checkpoint keeps.
+    """A variable that a checkpoint saves.
 
     Attributes:
-        variable: The variable. One that was made under a strategy is saved as a global array, and
+        variable: The variable. If it was created under a strategy, it is saved as a global array, and
             restored on any mesh.
-        own_rank: Whether each rank has another value, which is restored on a mesh of the same shape alone.
+        own_rank: Whether values differ between ranks; they are only restored on a mesh of the same shape.
     """
 
     variable: Any
@@ -56,40 +56,40 @@ class Kept:
 
 
 class KeptState:
-    """A state that is saved and restored with a model: of a stage, of a hook, or of the user's.
+    """A state that is saved and restored with a model: of a stage, of a hook, or of the user.
 
-    Found are those of `strategy.keep(state)`, and what stages of gradients and hooks of `fit` return as
-    theirs. All ranks must have the same ones, in the same order. Arrays are saved and restored by every
-    checkpoint; `values` by those of a `Checkpointer` alone.
+    The states of a model are those passed to `strategy.keep(state)`, and those returned by `kept_states` of
+    gradient stages and `fit` hooks. All ranks must have the same states, in the same order. Arrays are saved
+    and restored by every checkpoint; `values` only by those of a `Checkpointer`.
 
     Attributes:
-        name: What its arrays and values are called in a checkpoint, unique among the states.
+        name: The name of its arrays and values in a checkpoint, unique among the states.
     """
 
     name: str = ""
 
     def prepare(self, saved: Collection[Key]) -> None:
-        """Called before arrays are read: makes the variables that a checkpoint has values for.
+        """Called before arrays are read: creates the variables for which a checkpoint has values.
 
         Args:
-            saved: The keys of the arrays that it has, those of this rank among what each rank has.
+            saved: The keys of the arrays in the checkpoint; of those saved for each rank, this rank's.
         """
         del saved
 
     def arrays(self) -> Mapping[Key, Kept]:
-        """The variables to save, or to give the values of a checkpoint."""
+        """The variables to save or to restore."""
         return {}
 
     def missing(self, keys: Sequence[Key]) -> None:
-        """Called after reading: the variables of these keys have kept their values.
+        """Called after reading, with the keys of variables that were not restored.
 
         Args:
-            keys: Those of `arrays` for which the checkpoint has nothing, or another shape.
+            keys: The keys of `arrays` that the checkpoint lacks, or has in a different shape.
         """
         del keys
 
     def values(self, *, in_epoch: bool) -> Any:
-        """What else is kept, of the chief's: anything that JSON can hold, or None.
+        """Other state, saved by the chief: a JSON-serializable value, or None.
 
         Args:
             in_epoch: Whether the epoch continues after the save.
@@ -97,20 +97,20 @@ class KeptState:
         del in_epoch
 
     def restore(self, values: Any) -> None:
-        """Continues from what `values` has returned; on every rank, before a batch is drawn.
+        """Restores a result of `values`; called on every rank, before a batch is drawn.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: The values cannot be restored.
         """
         del values
 
 
 def kept_states_of(model: keras.Model, hooks: Sequence[FitHook] | None = None) -> list[KeptState]:
-    """The states of a model's strategy, of its stages, and of hooks, each once.
+    """The states of a model: those of its strategy, of stages and of hooks, each once.
 
     Args:
         model: The model.
-        hooks: Those of the `fit` under way; None outside of one.
+        hooks: The hooks of the current `fit`; None outside of one.
     """
     strategy = strategy_of(model)
     if strategy is None:

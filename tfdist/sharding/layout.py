@@ -1,4 +1,4 @@
-"""What a variable is on a mesh: one `VariableLayout`, and all that follows from it."""
+"""`VariableLayout`: the part of a global array that a variable holds on a rank of a mesh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -16,19 +16,21 @@ from tfdist.backend.keras.attributes import stored_dtype, stored_value
 from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.mesh import Mesh
 from tfdist.sharding.parts import FlatShard, NestedSlice, Slice
-from tfdist.step.context import DistributedStrategy, strategy_of
+from tfdist.step.context import strategy_of
 from tfdist.utils import checks
+from tfdist.utils.places import places_by, replace_at
+from tfdist.utils.temporary import attributes_set
 
 _ATTRIBUTE = "_tfdist_layout"
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """That a variable belongs to a pipeline's stage.
+    """The pipeline stage of a variable.
 
     Attributes:
         group: The ranks of the pipeline.
-        holders: The places in it of those that hold the variable: a tied weight lies on several.
+        holders: The places in the group of the ranks that hold the variable; several for a tied weight.
     """
 
     group: Group
@@ -36,37 +38,37 @@ class Stage:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds it."""
+        """Whether this rank holds the variable."""
         return self.group.rank in self.holders
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's copy is the one that sums over all variables count."""
+        """Whether sums over all variables count this rank's copy."""
         return self.group.rank == self.holders[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class VariableLayout:
-    """What part of a global array a rank's variable is.
+    """The part of a global array that a rank's variable holds.
 
-    A variable without a layout is replicated: all ranks hold the same, and its gradient is summed
-    over all ranks that have other rows or tokens.
+    A variable without a layout is replicated: all ranks hold the same value, and its gradient is summed over
+    all ranks with different rows or tokens.
 
     Attributes:
-        slice: The slice along a dim that the variable is, as in tensor parallelism, or along two.
-            None: all dims are whole.
-        flat: The flat shard of the array, or of its slice, that the variable's value is (ZeRO-3, and
-            optimizer state under ZeRO). None: the value has the array's dims.
-        state: Of a parameter that is whole itself: the flat shard of it for which this rank has the
-            optimizer's state (ZeRO 1 and 2).
-        stage: The pipeline's stage that the variable belongs to.
-        partial_over: The ranks, beside those of `gradient_axes`, over whose gradients the variable's
-            is a sum: each of them sees a part of the work. The weights of a normalization that runs
-            on a slice of the sequence are such.
-        local_over: The mesh axes along which each rank has a value of its own between two syncs of an
-            optimizer that is a `LocalSteps`: those of parameters, and of the optimizer inside.
-        same_on_all_ranks: Of a state that its layer updates: whether every rank computes the same
-            value, because it follows the rows of all ranks.
+        slice: The slice of the array along one dim, as in tensor parallelism, or two. None: all dims are
+            whole.
+        flat: The flat shard of the array, or of its slice (ZeRO-3, and optimizer state under ZeRO). None:
+            the value has the dims of the array.
+        state: For a replicated parameter, the flat shard whose optimizer state is on this rank (ZeRO 1
+            and 2).
+        stage: The pipeline stage of the variable.
+        partial_over: The ranks, in addition to those of `gradient_axes`, over which the gradient is summed,
+            because each computes a part of it. For example, the weights of a normalization that runs on a
+            slice of the sequence.
+        local_over: The mesh axes along which values differ between two synchronizations of a `LocalSteps`
+            optimizer: those of parameters, and of the state of the optimizer inside.
+        same_on_all_ranks: For a state that its layer updates, whether every rank computes the same value
+            from the rows of all ranks.
     """
 
     slice: Slice | NestedSlice | None = None
@@ -79,38 +81,37 @@ class VariableLayout:
 
     @property
     def is_spread(self) -> bool:
-        """Whether a rank has a part only of a model's gradients, as the optimizer applies them."""
+        """Whether a rank applies only a part of the gradient."""
         return any(part is not None for part in (self.slice, self.flat, self.state, self.stage))
 
     @property
     def gradient_shard(self) -> FlatShard | None:
-        """The flat shard that the optimizer applies of the gradient."""
+        """The flat shard of the gradient that the optimizer applies."""
         return self.flat or self.state
 
     @property
     def counts(self) -> bool:
-        """Whether sums over all variables of all stages count this rank's."""
+        """Whether sums over the variables of all stages count this rank's copy."""
         return self.stage is None or self.stage.counts
 
     def gradient_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes over which the gradient is summed: not those that split the variable."""
+        """The mesh axes over which the gradient is summed, without those that split the variable."""
         split = () if self.slice is None else self.slice.group.axes
         return tuple(axis for axis in mesh.gradient_axes if axis not in split)
 
     def has_global_gradient(self, mesh: Mesh) -> bool:
-        """Whether a rank's gradient is of the global loss, not of its own: see `tfdist.step.context`.
+        """Whether a rank's gradient is of the global loss, and not of its loss: see `tfdist.step.keras_step`.
 
-        Where ranks that split a variable have other rows or tokens, each computes for the others.
+        If ranks that split a variable have different rows or tokens, each computes for the others.
         """
-        split = () if self.slice is None else self.slice.group.axes
-        return any(axis in mesh.gradient_axes for axis in split)
+        return self.gradient_axes(mesh) != tuple(mesh.gradient_axes)
 
     def reduction(self, mesh: Mesh, step: Any) -> str:
-        """By which reduction over the ranks of `gradient_axes` the gradient becomes that of the step.
+        """The reduction over the ranks of `gradient_axes` that gives the gradient of the step.
 
         Args:
             mesh: The mesh.
-            step: The Keras step under way, or None.
+            step: The current Keras step; None outside of one.
         """
         return "sum" if step is None or self.has_global_gradient(mesh) else "mean"
 
@@ -119,7 +120,7 @@ class VariableLayout:
 
         Args:
             mesh: The mesh.
-            after_sync: Whether those of `local_over` are among them.
+            after_sync: Whether to include those of `local_over`.
         """
         parts = (self.slice, self.flat, self.stage)
         split = {axis for part in parts if part is not None for axis in part.group.axes}
@@ -133,25 +134,25 @@ class VariableLayout:
         """The shape of the global array.
 
         Args:
-            local: The variable's own shape.
+            local: The shape of the variable.
         """
         if self.slice is not None:
             return self.slice.shape
         return tuple(local) if self.flat is None else self.flat.array_shape
 
     def num_parts(self) -> int:
-        """Into how many parts the global array is cut."""
+        """The number of parts of the global array."""
         parts = (self.slice, self.flat)
         return math.prod(part.group.size for part in parts if part is not None)
 
     def shard_of_global(self, array):
-        """What this rank holds of a global array, a NumPy array or a tensor."""
+        """This rank's part of a global array, which is a NumPy array or a tensor."""
         if self.slice is not None:
             array = self.slice.slice_of(array)
         return array if self.flat is None else self.flat.local_shard(array)
 
     def all_gather(self, value, name: str = "shard"):
-        """The global array; every rank of the parts calls this with what it holds."""
+        """Gathers the global array; every rank with a part must call this."""
         if self.flat is not None:
             value = self.flat.all_gather(value, name)
         return value if self.slice is None else self.slice.all_gather(value, name)
@@ -161,12 +162,12 @@ _REPLICATED = VariableLayout()
 
 
 def layout_of(variable) -> VariableLayout:
-    """The layout of a Keras variable, or of an optimizer's."""
+    """The layout of a variable of Keras or of an optimizer."""
     return getattr(variable, _ATTRIBUTE, _REPLICATED)
 
 
 def update_layout(variable, **changes: Any) -> VariableLayout:
-    """Changes parts of a variable's layout; returns the new one."""
+    """Changes attributes of a variable's layout, and returns the new layout."""
     layout = dataclasses.replace(layout_of(variable), **changes)
     setattr(variable, _ATTRIBUTE, layout)
     return layout
@@ -179,39 +180,36 @@ class _Next(threading.local):
 _next = _Next()
 
 
-@contextlib.contextmanager
-def of_the_next_variable(layout: VariableLayout) -> Iterator[None]:
-    """Inside, variables that a layer makes begin with this layout.
+def of_the_next_variable(
+    layout: VariableLayout | None,
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which new variables of a layer have this layout; None for no layout.
 
-    What is done to a variable as soon as it is made, as ZeRO-3 does, depends on its layout.
+    ZeRO-3 shards a variable when it is created, depending on its layout.
     """
-    before, _next.layout = _next.layout, layout
-    try:
-        yield
-    finally:
-        _next.layout = before
+    return attributes_set(_next, layout=layout)
 
 
 def begin_layout(variable) -> VariableLayout:
-    """Gives a variable that was just made the layout that was announced, if one was."""
+    """Applies the layout of `of_the_next_variable` to a new variable, and returns its layout."""
     if _next.layout is not None:
         setattr(variable, _ATTRIBUTE, _next.layout)
     return layout_of(variable)
 
 
 def global_shape(variable) -> tuple[int, ...]:
-    """The shape of the global array that a variable is, or is a part of."""
+    """The shape of the global array of a variable."""
     return layout_of(variable).global_shape(variable.shape)
 
 
 def whole_value(variable, name: str = "shard"):
-    """The global array that a variable is or is a part of; every rank calls this.
+    """The global array of a variable; all ranks must call this.
 
-    Of a pipeline's `chain_model`, also those call it that do not hold the variable.
+    This includes ranks of a pipeline that do not hold the variable, with the variable of the `chain_model`.
 
     Args:
         variable: A Keras variable.
-        name: What the value serves, for messages.
+        name: The name of the collectives, for messages.
 
     Returns:
         A tensor of the global shape.
@@ -229,7 +227,7 @@ def whole_value(variable, name: str = "shard"):
 
 
 def parameter_bytes(model: keras.Model) -> int:
-    """The bytes of this rank's parameters, and so of their gradients, before ZeRO shares them out."""
+    """The bytes of this rank's parameters, and so of their gradients, without ZeRO."""
     return sum(
         math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
         for variable in model.trainable_variables
@@ -239,42 +237,44 @@ def parameter_bytes(model: keras.Model) -> int:
 def replicated_variables(
     model: keras.Model, *, after_sync: bool = False
 ) -> list[tuple[Any, tuple[str, ...]]]:
-    """The variables of a model and its optimizer that several ranks hold alike.
-
-    Flat shards are no two ranks' alike.
+    """The variables of a model and its optimizer that are replicated, which excludes flat shards.
 
     Args:
         model: The model.
-        after_sync: Whether variables count that ranks hold apart between two syncs.
+        after_sync: Whether to include axes along which values differ between two synchronizations.
 
     Returns:
-        Each with the mesh axes along which it is the same.
+        Each variable, with the mesh axes along which it is replicated.
     """
-    strategy: DistributedStrategy | None = strategy_of(model)
-    variables = list(model.variables)
-    if getattr(model, "optimizer", None) is not None:
-        variables += model.optimizer.variables
+    strategy = strategy_of(model)
+
+    def axes(layout: VariableLayout) -> tuple[str, ...]:
+        if strategy is None:
+            return ()
+        return layout.replicated_axes(strategy.mesh, after_sync=after_sync)
+
     return [
-        (
-            variable,
-            ()
-            if strategy is None
-            else layout_of(variable).replicated_axes(strategy.mesh, after_sync=after_sync),
-        )
-        for variable in variables
+        (variable, axes(layout_of(variable)))
+        for variable in variables_of(model)
         if layout_of(variable).flat is None and variable.dtype != "string"
     ]
+
+
+def variables_of(model) -> list:
+    """The variables of a model and its optimizer; none for other objects."""
+    optimizer = getattr(model, "optimizer", None)
+    return [*getattr(model, "variables", ()), *getattr(optimizer, "variables", ())]
 
 
 def sum_over_parts(
     values: Sequence, variables: Sequence, shards: Sequence[FlatShard | None] | None = None
 ) -> list:
-    """Sums scalars over the ranks that hold the other parts, with one collective a group.
+    """Sums scalars over the ranks with the other parts of each variable, in one collective per group.
 
     Args:
-        values: A scalar tensor of each variable: this rank's part of a sum over its entries.
+        values: A scalar tensor for each variable: this rank's part of a sum over its entries.
         variables: The variables.
-        shards: The flat shards that the values are of; by default those that optimizers apply.
+        shards: The flat shards of the values; by default those that optimizers apply.
 
     Returns:
         The scalar tensors, each the sum over the variable's global array.
@@ -284,10 +284,8 @@ def sum_over_parts(
     shards = [layout.gradient_shard for layout in layouts] if shards is None else shards
     for part in ([layout.slice for layout in layouts], shards):
         groups = [None if each is None else each.group for each in part]
-        for group in dict.fromkeys(group for group in groups if group is not None):
-            places = [place for place, other in enumerate(groups) if other == group]
+        for group, places in places_by(groups).items():
             packed = tf.stack([totals[place] for place in places])
-            summed = tf.unstack(all_reduce(packed, group, name="norms"))
-            for place, value in zip(places, summed, strict=True):
-                totals[place] = value
+            summed = all_reduce(packed, group, name="norms")
+            replace_at(totals, places, tf.unstack(summed))
     return totals

@@ -1,9 +1,10 @@
-"""Parts of a global array: a slice along a dim, and a flat shard."""
+"""Parts of a global array: slices along dims, and flat shards."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -12,12 +13,25 @@ from tfdist.collectives import Group, all_gather
 
 
 def deep_copy(part):
-    """A copy of a part of an array, NumPy's or a tensor, for what is kept.
+    """Copies a part of an array, a NumPy array or a tensor, so that the whole array can be freed.
 
-    A slice of rows is a view: for as long as it lives the whole array takes memory. The same holds
-    for the value of a variable that it is assigned to.
+    A slice of rows is a view that keeps the whole array in memory, also if it is assigned to a variable.
     """
     return np.array(part) if isinstance(part, np.ndarray) else tf.raw_ops.DeepCopy(x=part)
+
+
+def flattened(tensors: Sequence) -> tf.Tensor:
+    """The elements of several tensors of one dtype, as one vector."""
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def unflattened(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Splits the result of `flattened` into tensors with the shapes of the given ones."""
+    parts = tf.split(flat, [tf.size(tensor) for tensor in like])
+    return [
+        tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +41,11 @@ class Slice:
     Attributes:
         group: The ranks that hold the slices, in order.
         dim: The dim that is split.
-        shape: The shape of the global array. Where its size along `dim` does not divide, the last
-            of equal slices are padded with zeros.
-        sizes: The size of each rank's slice along `dim`; they sum to the array's. Where it is 0, the
-            rank holds one entry of padding: Keras takes arrays without entries for vectors. None:
-            all slices are equal.
+        shape: The shape of the global array. If its size along `dim` is not divisible by the number of
+            ranks, the last of equal slices are padded with zeros.
+        sizes: The size of each rank's slice along `dim`; they sum to the size of the array. A rank with size
+            0 holds one entry of padding, because Keras treats arrays without entries as vectors. None: all
+            slices are equal.
     """
 
     group: Group
@@ -40,29 +54,29 @@ class Slice:
     sizes: tuple[int, ...] | None = None
 
     def size_of(self, rank: int) -> int:
-        """The size along `dim` of the slice of the rank at a place of the group, 0 for none."""
+        """The size along `dim` of the slice of the rank at a place in the group; 0 for no slice."""
         if self.sizes is not None:
             return self.sizes[rank]
         return math.ceil(self.shape[self.dim] / self.group.size)
 
     @property
     def size(self) -> int:
-        """The size of this rank's slice along `dim`, 0 for none."""
+        """The size of this rank's slice along `dim`; 0 for no slice."""
         return self.size_of(self.group.rank)
 
     @property
     def share(self) -> int:
-        """The size along `dim` of what this rank holds."""
+        """The size along `dim` of this rank's array, with padding."""
         return self.size if self.sizes is None else max(self.size, 1)
 
     @property
     def begin(self) -> int:
-        """Where this rank's slice begins along `dim`; with padding that may be beyond the array."""
+        """The offset of this rank's slice along `dim`, which may be beyond the array if there is padding."""
         return sum(self.size_of(rank) for rank in range(self.group.rank))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank holds."""
+        """The shape of this rank's array, with padding."""
         return self._with_size(self.share)
 
     def _with_size(self, size: int) -> tuple[int, ...]:
@@ -70,22 +84,22 @@ class Slice:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """The shape of this rank's slice, which may have no entries."""
+        """The shape of this rank's slice, which may be empty."""
         return self._with_size(self.size)
 
     @property
     def origin(self) -> tuple[int, ...]:
-        """Where this rank's slice begins in the global array, by dim."""
+        """The offset of this rank's slice in the global array, by dim."""
         return tuple(self.begin if dim == self.dim else 0 for dim in range(len(self.shape)))
 
     @property
     def levels(self) -> tuple[Slice, ...]:
-        """The slices that lead from the global array to this one."""
+        """The successive slices from the global array to this one."""
         return (self,)
 
     @property
     def padding(self) -> int:
-        """How many entries along `dim` all slices have beyond the global array."""
+        """The number of entries along `dim` that all slices have beyond the global array."""
         return sum(map(self.size_of, range(self.group.size))) - self.shape[self.dim]
 
     def slice_of(self, array):
@@ -96,43 +110,40 @@ class Slice:
         """
         if tuple(array.shape) != self.shape:
             raise ValueError(
-                f"A global array of shape {self.shape} was expected. Received: {tuple(array.shape)}."
+                f"Expected a global array of shape {self.shape}. Received: {tuple(array.shape)}."
             )
         if self.padding:
             ends = [(0, self.padding if dim == self.dim else 0) for dim in range(array.ndim)]
-            pad = np.pad if isinstance(array, np.ndarray) else tf.pad
-            array = pad(array, ends)
+            array = (np.pad if isinstance(array, np.ndarray) else tf.pad)(array, ends)
         return self.read(array)
 
     def read(self, array):
-        """This rank's slice of an array that has the padding; only that part of it is read."""
+        """This rank's slice of an array with the padding; only this part of it is read."""
         index = [slice(None)] * len(self.shape)
         index[self.dim] = slice(self.begin, self.begin + self.size)
         part = array[tuple(index)]
         if self.size == self.share:
             return part
-        one = np.zeros(self.local_shape, part.dtype if isinstance(part, np.ndarray) else None)
-        return one if isinstance(part, np.ndarray) else tf.cast(one, part.dtype)
+        zeros = np.zeros if isinstance(part, np.ndarray) else tf.zeros
+        return zeros(self.local_shape, part.dtype)
 
     def all_gather(self, local, name: str = "shard"):
-        """The global array; every member of the group calls this with its own slice."""
-        uneven = self.sizes is not None
+        """Gathers the global array; all ranks of the group must call this with their slices."""
+        start, uneven = [0] * len(self.shape), self.sizes is not None
         if uneven:
-            local = tf.slice(local, [0] * len(self.shape), self.extent)
+            local = tf.slice(local, start, self.extent)
         array = all_gather(local, self.group, self.dim, uneven=uneven, name=name)
         if uneven:
             return tf.ensure_shape(array, self.shape)
-        if not self.padding:
-            return array
-        return tf.slice(array, [0] * len(self.shape), self.shape)
+        return tf.slice(array, start, self.shape) if self.padding else array
 
 
 @dataclasses.dataclass(frozen=True)
 class NestedSlice:
     """A slice along one dim of a slice along another.
 
-    So lie the weights of experts whose hidden units are split as well: each rank of the one axis has
-    some of the experts, and each rank of the other some of the units of these.
+    For the weights of experts whose hidden units are split, too: each rank of one axis holds some experts,
+    and each rank of the other axis holds some of their units.
 
     Attributes:
         outer: The slice of the global array.
@@ -146,7 +157,7 @@ class NestedSlice:
 
     @property
     def dim(self) -> int:
-        """The dim that the inner slice is along."""
+        """The dim of the inner slice."""
         return self.inner.dim
 
     @property
@@ -161,22 +172,22 @@ class NestedSlice:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """That shape: parts of parts have entries."""
+        """The same shape: these parts are never empty."""
         return self.local_shape
 
     @property
     def origin(self) -> tuple[int, ...]:
-        """Where this rank's part begins in the global array, by dim."""
+        """The offset of this rank's part in the global array, by dim."""
         return tuple(map(sum, zip(self.outer.origin, self.inner.origin, strict=True)))
 
     @property
     def levels(self) -> tuple[Slice, ...]:
-        """The slices that lead from the global array to this part."""
+        """The successive slices from the global array to this part."""
         return self.outer, self.inner
 
     @property
     def padding(self) -> int:
-        """Whether parts have entries beyond the global array: more than 0 where they do."""
+        """The padding of both slices; more than 0 if parts have entries beyond the global array."""
         return self.outer.padding + self.inner.padding
 
     def slice_of(self, array):
@@ -188,12 +199,12 @@ class NestedSlice:
         return self.inner.slice_of(self.outer.slice_of(array))
 
     def read(self, array):
-        """This rank's part of an array that has the padding; only that part of it is read."""
+        """This rank's part of an array with the padding; only this part of it is read."""
         edges = zip(self.origin, self.extent, strict=True)
         return array[tuple(slice(begin, begin + size) for begin, size in edges)]
 
     def all_gather(self, local, name: str = "shard"):
-        """The global array; every member of the group calls this with its own part."""
+        """Gathers the global array; all ranks of the group must call this with their parts."""
         return self.outer.all_gather(self.inner.all_gather(local, name), name)
 
 
@@ -221,27 +232,25 @@ class FlatShard:
 
     @property
     def padding(self) -> int:
-        """How many elements all shards have beyond the array."""
+        """The number of elements that all shards have beyond the array."""
         return self.share * self.group.size - self.size
 
     @property
     def span(self) -> tuple[int, int]:
-        """The elements [begin, end) of the flattened array that are this rank's, padding left out."""
+        """This rank's elements [begin, end) of the flattened array, without padding."""
         begin = min(self.group.rank * self.share, self.size)
         return begin, min(begin + self.share, self.size)
 
     def local_shard(self, array):
         """This rank's shard of the array, a NumPy array or a tensor, as a vector."""
-        is_numpy = isinstance(array, np.ndarray)
+        kernels = np if isinstance(array, np.ndarray) else tf
         begin, end = self.span
-        flat = array.reshape(-1) if is_numpy else tf.reshape(array, [-1])
-        part = flat[begin:end]
-        if end - begin == self.share:
-            return part
-        return (np.pad if is_numpy else tf.pad)(part, [(0, self.share - (end - begin))])
+        part = kernels.reshape(array, [-1])[begin:end]
+        padding = self.share - (end - begin)
+        return kernels.pad(part, [(0, padding)]) if padding else part
 
     def read(self, array) -> np.ndarray:
-        """This rank's shard of an array in a file, of which only the rows that hold it are read."""
+        """This rank's shard of an array in a file, of which only the rows with the shard are read."""
         begin, end = self.span
         if begin == end or not self.array_shape:
             return self.local_shard(np.asarray(array))
@@ -252,17 +261,17 @@ class FlatShard:
         return np.pad(part, [(0, self.share - part.size)])
 
     def all_shards(self, array: tf.Tensor) -> tf.Tensor:
-        """The shards of all ranks, of an array: shape [ranks, share]."""
+        """The shards of an array on all ranks: shape [ranks, share]."""
         flat = tf.reshape(array, [-1])
         if self.padding:
             flat = tf.pad(flat, [(0, self.padding)])
         return tf.reshape(flat, [self.group.size, self.share])
 
     def unflatten(self, shards: tf.Tensor) -> tf.Tensor:
-        """The array, of the shards of all ranks."""
+        """The array, from the shards of all ranks."""
         flat = tf.reshape(shards, [-1])
         return tf.reshape(flat[: self.size] if self.padding else flat, self.array_shape)
 
     def all_gather(self, shard, name: str = "shard"):
-        """The array; every member of the group calls this with its own shard."""
+        """Gathers the array; all ranks of the group must call this with their shards."""
         return self.unflatten(all_gather(shard, self.group, name=name))

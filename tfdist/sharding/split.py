@@ -1,4 +1,4 @@
-"""`LayerSplit`: how a class of layers is split over the ranks of an axis, as its author says it."""
+"""`LayerSplit`: how to split a class of layers over the ranks of an axis."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import keras
 from tfdist.collectives import Group
 from tfdist.utils import checks
 
-#: What a plan says of layers that are not split.
+#: The word of plans for layers that are not split.
 _NOT_SPLIT = "replicate"
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Of a weight: each rank holds an equal part along one dim.
+    """A split of a weight into equal parts along one dim, one for each rank.
 
     Attributes:
-        dim: The dim that is split; a negative one counts from the end.
-        multiple_of: Each rank's part is a multiple of it.
+        dim: The dim to split; a negative one counts from the end.
+        multiple_of: The size of each part must be a multiple of this.
     """
 
     dim: int
@@ -33,8 +33,8 @@ class Split:
         checks.integer("multiple_of", self.multiple_of, minimum=1)
 
 
-#: What becomes of a weight: a slice on each rank; "whole" where every rank holds all of it and computes all
-#: of its gradient; "partial" where every rank holds all of it but uses it on split activations, so that the
+#: How to split a weight: a slice on each rank; "whole" if every rank holds all of it and computes all of its
+#: gradient; "partial" if every rank holds all of it but applies it to split activations, so that the
 #: ranks' gradients are summed over the axis.
 Rule = Split | Literal["whole", "partial"]
 
@@ -56,55 +56,54 @@ class LayerSplit(abc.ABC):
     tfdist.parallelize(model, {".*glu/.*": "gated"})
     ```
 
-    A plan that says one of `kinds` of any weight of a layer, or of a layer inside it, splits the
-    layer. One object serves all layers of the class, so it keeps no state of a layer.
+    A plan that maps any weight of a layer, or of a layer inside it, to one of `kinds` splits the layer. One
+    object is used for all layers of the class, so it must not store the state of a layer.
 
     Attributes:
-        kinds: The words by which plans name the ways in which the layer can be split, such as
-            "column" and "row".
+        kinds: The names of the ways to split the layer in plans, such as "column" and "row".
     """
 
     kinds: ClassVar[Sequence[str]]
 
     @abc.abstractmethod
     def weights(self, layer, kind: str) -> Mapping[str, Rule]:
-        """What becomes of each weight.
+        """Returns how to split each weight.
 
         Args:
             layer: The layer, built and whole.
             kind: One of `kinds`.
 
         Returns:
-            By path in the layer, which has the names of layers inside it ("kernel", "gate/kernel"): a
-            `Split`; "whole" where every rank holds all of it and computes all of its gradient; "partial"
-            where every rank holds all of it but uses it on split activations, so that the gradients of
-            the ranks are summed over the axis.
-            Every trainable weight must be named; others stay whole unless they are.
+            By path in the layer, which contains the names of layers inside it ("kernel", "gate/kernel"): a
+            `Split`; "whole" if every rank holds all of it and computes all of its gradient; "partial" if
+            every rank holds all of it but applies it to split activations, so that the gradients of the
+            ranks are summed over the axis. Every trainable weight must be included; other weights are whole
+            by default.
 
         Raises:
-            ValueError: This layer cannot be split so.
+            ValueError: This layer cannot be split in this way.
         """
 
     @abc.abstractmethod
     def call(self, layer, kind: str, group: Group, original, *args, **kwargs):
-        """Computes what the layer computes, with this rank's slices in the layer's variables.
+        """Computes the output of the layer, whose variables hold this rank's slices.
 
         Args:
             layer: The layer.
             kind: How it is split.
             group: The ranks that split it.
-            original: The layer's own `call`.
-            *args: What the layer was called with.
-            **kwargs: What the layer was called with.
+            original: The original `call` of the layer.
+            *args: The arguments of the call.
+            **kwargs: The keyword arguments of the call.
         """
 
     def output_dim(self, layer, kind: str) -> int | None:
-        """The dim of the output that stays split; None where every rank has the whole output."""
+        """The dim of the output that stays split; None if every rank has the whole output."""
         del layer, kind
         return None
 
     def attributes(self, layer, kind: str, group: Group) -> Mapping[str, Any]:
-        """Values of the layer's attributes on this rank, which they have during `call` alone.
+        """The values of the layer's attributes on this rank, which are set only during `call`.
 
         Args:
             layer: The layer, whole.
@@ -112,8 +111,8 @@ class LayerSplit(abc.ABC):
             group: The ranks that split it.
 
         Returns:
-            By name, such as {"units": layer.units // group.size}. Those of layers inside are named
-            by path: {"down/input_spec": None}.
+            By name, such as {"units": layer.units // group.size}; by path for attributes of layers inside:
+            {"down/input_spec": None}.
         """
         del layer, kind, group
         return {}
@@ -123,19 +122,19 @@ _registered: dict[type, LayerSplit] = {}
 
 
 def register_split(layer_class: type, split: LayerSplit) -> None:
-    """Makes `tfdist.parallelize` split layers of a class as `split` says.
+    """Makes `tfdist.parallelize` split layers of a class by `split`.
 
-    It also holds for classes derived from it that have the same `call`. The most derived class that
-    is registered decides, before what tfdist has built in. A second call for a class replaces the
-    first. Every rank must make the same calls.
+    It also applies to derived classes with the same `call`. The most derived registered class takes
+    precedence, also over the built-in splits. A second call for a class replaces the first. All ranks must
+    make the same calls.
 
     Args:
         layer_class: A class of Keras layers.
-        split: How they are split.
+        split: How to split them.
 
     Raises:
-        TypeError: One of them is something else, or `split.kinds` is not a list of texts.
-        ValueError: `split.kinds` has "replicate", which plans say of layers that are not split.
+        TypeError: An argument has another type, or `split.kinds` is not a list of strings.
+        ValueError: `split.kinds` contains "replicate", which plans use for layers that are not split.
     """
     if not (isinstance(layer_class, type) and issubclass(layer_class, keras.layers.Layer)):
         raise TypeError(
@@ -151,13 +150,13 @@ def register_split(layer_class: type, split: LayerSplit) -> None:
     is_list = isinstance(kinds, Sequence) and not isinstance(kinds, str)
     if not is_list or not kinds or not all(isinstance(kind, str) and kind for kind in kinds):
         raise TypeError(
-            "`kinds` of a LayerSplit must be a tuple or list of texts, not empty. Received: "
+            "`kinds` of a LayerSplit must be a non-empty tuple or list of strings. Received: "
             f"kinds={checks.shown(kinds)} of {type(split).__name__}. Name the ways in which the "
             "layer can be split, such as kinds = ('column', 'row')."
         )
     if _NOT_SPLIT in kinds:
         raise ValueError(
-            f"`kinds` of a LayerSplit cannot contain {_NOT_SPLIT!r}, which plans say of layers that "
+            f"`kinds` of a LayerSplit cannot contain {_NOT_SPLIT!r}, which plans use for layers that "
             f"are not split. Received: kinds={checks.shown(kinds)} of {type(split).__name__}. Use "
             "another name."
         )
@@ -165,16 +164,16 @@ def register_split(layer_class: type, split: LayerSplit) -> None:
 
 
 def registered_class(layer) -> type | None:
-    """The class of a layer, or the most derived one above it, for which a split is registered."""
+    """The most derived class of a layer for which a split is registered; None if there is none."""
     return next((each for each in type(layer).__mro__ if each in _registered), None)
 
 
 def split_of(layer) -> LayerSplit | None:
-    """The split that is registered for a layer's class; None where there is none."""
+    """The split that is registered for a layer's class; None if there is none."""
     found = registered_class(layer)
     return None if found is None else _registered[found]
 
 
 def registered_kinds() -> list[str]:
-    """All words by which plans may name what is registered, each once."""
+    """The names in plans of all registered splits, each once."""
     return list(dict.fromkeys(kind for split in _registered.values() for kind in split.kinds))

@@ -1,4 +1,4 @@
-"""What layers keep of the batches that they saw."""
+"""The states of layers that depend on past batches, such as moving averages."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.attributes import own_non_trainable
-from tfdist.backend.keras.functional import without_values
+from tfdist.backend.keras.functional import is_deferred
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
 from tfdist.sharding.layout import layout_of
+from tfdist.sharding.parts import flattened, unflattened
 
 
 def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras.Variable]:
-    """Floating variables that layers keep for themselves, frozen weights not among them.
+    """The floating variables that layers update themselves, without frozen weights.
 
     Args:
         model: The model.
-        of_own_rows: Whether only those that follow this rank's rows: not what all ranks' rows move,
-            or none do.
+        of_own_rows: Whether to return only those that depend on the rows of this rank alone.
     """
     return [
         variable
@@ -33,28 +33,27 @@ def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras
 
 
 def average_states(states: Sequence[keras.Variable], group: Group) -> None:
-    """Averages what layers keep, over ranks that saw other batches.
+    """Averages the states of layers over ranks with different batches.
 
     Args:
-        states: Floating variables, as of `layer_states`.
+        states: The result of `layer_states`.
         group: The ranks.
     """
-    # Those of other stages have no values here.
-    states = [state for state in states if not without_values(state)]
+    # Variables of other stages have no values here.
+    states = [state for state in states if not is_deferred(state)]
     if group.size == 1 or not states:
         return
     values = [tf.cast(tf.convert_to_tensor(state.value), tf.float32) for state in states]
-    flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+    flat = flattened(values)
     extremes = all_reduce(tf.stack([flat, -flat]), group, "max", name="layer-states/extremes")
-    # What is equal everywhere stays so bit for bit; a mean would round it.
+    # Equal values must stay equal bit for bit; a mean would round them.
     mean = all_reduce(flat, group, "mean", name="layer-states")
     flat = tf.where(extremes[0] == -extremes[1], flat, mean)
-    parts = tf.split(flat, [value.shape.num_elements() for value in values])
-    for state, part, value in zip(states, parts, values, strict=True):
-        state.assign(tf.reshape(part, value.shape))
+    for state, value in zip(states, unflattened(flat, values), strict=True):
+        state.assign(value)
 
 
 def _is_same_on_all_ranks(layer: keras.Layer) -> bool:
     if isinstance(layer, keras.layers.SpectralNormalization):
-        return True  # Its state follows its kernel.
+        return True  # Its state depends only on its kernel.
     return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized

@@ -1,24 +1,35 @@
-"""What an optimizer's update looks at: the rows of a sparse gradient, or only their sum."""
+"""Whether an optimizer's update depends on the rows of a sparse gradient, or only on their sum."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import keras
 
-#: Optimizers to which a sparse gradient is the dense one that it adds up to.
+#: Optimizers that treat a sparse gradient as the equivalent dense one.
 _OF_SUMS = (keras.optimizers.SGD, keras.optimizers.Lion)
 
 
 def unwrapped(optimizer):
-    """The optimizer that updates, without the loss scales around it."""
+    """The optimizer inside any loss scale optimizers."""
     while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
-def needs_rows(optimizer) -> bool:
-    """Whether an optimizer's update depends on the rows of a sparse gradient, and not on their sum.
+def updates_as(optimizer, kinds: Iterable[Any]) -> bool:
+    """Whether an optimizer has the `update_step` of one of some classes."""
+    return any(
+        isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step
+        for kind in kinds
+    )
 
-    Keras clips rows one by one, and takes the norm over them. Where it accumulates gradients it adds
+
+def needs_rows(optimizer) -> bool:
+    """Whether an optimizer's update depends on the rows of a sparse gradient, and not only on their sum.
+
+    Keras clips rows separately, and computes the norm over them. Where it accumulates gradients, it adds
     rows up itself.
     """
     optimizer = unwrapped(optimizer)
@@ -26,7 +37,4 @@ def needs_rows(optimizer) -> bool:
         return False
     if optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue:
         return True
-    return not any(
-        isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step
-        for kind in _OF_SUMS
-    )
+    return not updates_as(optimizer, _OF_SUMS)

@@ -1,4 +1,4 @@
-"""Weights of which each rank of an axis holds a slice."""
+"""Weights that are split over the ranks of an axis."""
 
 from __future__ import annotations
 
@@ -9,59 +9,64 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.attributes import stored_shape
-from tfdist.backend.keras.functional import defer, deferred_initializer, without_values
+from tfdist.backend.keras.functional import defer, deferred_initializer, is_deferred
 from tfdist.backend.keras.variables import renew
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_region
 from tfdist.sharding.initializers import SlicedInitializer
-from tfdist.sharding.layout import (
-    VariableLayout,
-    layout_of,
-    of_the_next_variable,
-    update_layout,
-)
+from tfdist.sharding.layout import VariableLayout, layout_of, of_the_next_variable, update_layout
 from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
 from tfdist.step.context import current_step, current_strategy
 from tfdist.step.keras_step import with_global_gradient
 from tfdist.utils import checks
 
-#: The axis that layers split over unless they are told another.
+#: The default axis over which layers are split.
 TENSOR_AXIS = "tensor"
+_BY_ENTRIES = (
+    keras.regularizers.L1,
+    keras.regularizers.L2,
+    keras.regularizers.L1L2,
+    keras.constraints.NonNeg,
+)
+_RULES = (
+    keras.initializers.Initializer,
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+)
 
 
 def axis_group(axis: str) -> Group | None:
-    """The ranks along a mesh axis of the strategy in scope, or None where there is one rank.
+    """The ranks along a mesh axis of the strategy in scope; None if there is one rank.
 
     Raises:
-        ValueError: The mesh has no such axis.
+        ValueError: The mesh does not have the axis.
     """
     if not isinstance(axis, str) or not axis.isidentifier():
         raise checks.refuse("axis", axis, "the name of a mesh axis")
     strategy = current_strategy()
-    if strategy is not None:
-        checks.one_of("axis", axis, tuple(strategy.mesh.shape))
-    if strategy is None or strategy.mesh.shape[axis] == 1:
+    if strategy is None:
         return None
-    return strategy.group(axis)
+    checks.one_of("axis", axis, tuple(strategy.mesh.shape))
+    return None if strategy.mesh.shape[axis] == 1 else strategy.group(axis)
 
 
 def tensor_group() -> Group | None:
-    """The ranks along the tensor axis of the strategy in scope, or None where there is one rank."""
+    """The ranks along the tensor axis of the strategy in scope; None if there is one rank."""
     return axis_group(TENSOR_AXIS)
 
 
 def token_group() -> Group | None:
-    """The ranks that have other tokens of the same sequences, or None where there is one rank."""
+    """The ranks with different tokens of the same sequences; None if there is one rank."""
     strategy = current_strategy()
     group = None if strategy is None else strategy.token_group
     return None if group is None or group.size == 1 else group
 
 
 def value_tensor(variable) -> tf.Tensor:
-    """A variable's value as a layer computes with it, autocast under mixed precision.
+    """The value of a variable for computations in a layer, autocast under mixed precision.
 
-    A tensor, where `keras.ops.convert_to_tensor` may return the variable, which a function with a
-    gradient of its own would count among its hidden inputs.
+    Always a tensor. `keras.ops.convert_to_tensor` may return the variable, which a function with a custom
+    gradient would capture.
     """
     return tf.convert_to_tensor(variable.value)
 
@@ -78,24 +83,24 @@ def add_split_weight(
     constraint: Any = None,
     sizes: Sequence[int] | None = None,
 ):
-    """`layer.add_weight`, of which this rank holds its slice along `dim`.
+    """Adds a weight to a layer, as `layer.add_weight`, of which this rank holds its slice along `dim`.
 
-    The slice is cut from what a single device would have drawn, so a layout changes no value.
+    The initial slice is cut from the array of a single device, so values do not depend on the layout.
 
     Args:
         layer: The layer.
         shape: The shape of the global array.
-        dim: The dim that is split.
-        axis: The mesh axis whose ranks split it, or their group; whole where there is one rank.
+        dim: The dim to split.
+        axis: The mesh axis whose ranks split it, or their group. The weight is whole if there is one rank.
         name: The variable's name.
-        initializer: For the global array.
-        regularizer: A sum over entries, as L1 and L2 are.
-        constraint: On the variable's entries one by one.
-        sizes: The size of each rank's slice along `dim`; None for equal ones.
+        initializer: The initializer of the global array.
+        regularizer: A sum over entries, such as L1 and L2.
+        constraint: A constraint on single entries.
+        sizes: The size of each rank's slice along `dim`; None for equal slices.
 
     Raises:
-        ValueError: The regularizer or the constraint looks at the array as a whole, or the sizes do
-            not sum to the array's.
+        ValueError: The regularizer or the constraint depends on the whole array, or the sizes do not sum to
+            the size of the array.
     """
     checks.instance("layer", layer, keras.layers.Layer, "a Keras layer")
     shape = tuple(checks.integers("shape", shape, minimum=1))
@@ -104,31 +109,16 @@ def add_split_weight(
     checks.instance("axis", group, Group, "the name of a mesh axis, or a Group", optional=True)
     checks.text("name", name)
     _check_identified("initializer", initializer, keras.initializers.get)
-    for rule, value, get in (
-        ("regularizer", regularizer, keras.regularizers.get),
-        ("constraint", constraint, keras.constraints.get),
-    ):
-        if value is not None:
-            _check_identified(rule, value, get)
+    _check_identified("regularizer", regularizer, keras.regularizers.get, optional=True)
+    _check_identified("constraint", constraint, keras.constraints.get, optional=True)
     sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
-    if sizes is not None and (
-        group is None or len(sizes) != group.size or sum(sizes) != shape[dim]
-    ):
-        raise checks.refuse("sizes", sizes, f"a size for each rank, {shape[dim]} in all")
-    part = (
-        None
-        if group is None
-        else Slice(group, dim % len(shape), shape, None if sizes is None else tuple(sizes))
-    )
-    return add_weight_part(
-        layer,
-        shape,
-        part,
-        name=name,
-        initializer=initializer,
-        regularizer=regularizer,
-        constraint=constraint,
-    )
+    rules = {"initializer": initializer, "regularizer": regularizer, "constraint": constraint}
+    if sizes is not None:
+        if group is None or len(sizes) != group.size or sum(sizes) != shape[dim]:
+            raise checks.refuse("sizes", sizes, f"a size for each rank, {shape[dim]} in total")
+        sizes = tuple(sizes)
+    part = None if group is None else Slice(group, dim % len(shape), shape, sizes)
+    return add_weight_part(layer, shape, part, name=name, **rules)
 
 
 def add_weight_part(
@@ -141,14 +131,21 @@ def add_weight_part(
     regularizer: Any = None,
     constraint: Any = None,
 ):
-    """`layer.add_weight`, of which this rank holds a part; None for the whole.
+    """Adds a weight to a layer, as `layer.add_weight`, of which this rank holds a part; None for all of it.
 
     The other arguments are those of `add_split_weight`.
 
     Raises:
-        ValueError: The regularizer or the constraint looks at the array as a whole.
+        ValueError: The regularizer or the constraint depends on the whole array.
     """
-    if part is None:
+    layout = None
+    if part is not None:
+        check_by_entries(layer, name, regularizer, constraint)
+        layout, shape = VariableLayout(slice=part), part.local_shape
+        initializer = SlicedInitializer(keras.initializers.get(initializer), part)
+        if regularizer is not None:
+            regularizer = _SummedRegularizer(keras.regularizers.get(regularizer), part)
+    with of_the_next_variable(layout):
         return layer.add_weight(
             shape=shape,
             name=name,
@@ -156,47 +153,36 @@ def add_weight_part(
             regularizer=regularizer,
             constraint=constraint,
         )
-    check_by_entries(layer, name, regularizer, constraint)
-    initializer = keras.initializers.get(initializer)
-    regularizer = keras.regularizers.get(regularizer)
-    with of_the_next_variable(VariableLayout(slice=part)):
-        return layer.add_weight(
-            shape=part.local_shape,
-            name=name,
-            initializer=SlicedInitializer(initializer, part),
-            regularizer=None if regularizer is None else _SummedRegularizer(regularizer, part),
-            constraint=constraint,
-        )
 
 
 def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) -> Slice:
-    """Cuts a variable that a layer has already to this rank's slice along `dim`, in place.
+    """Reduces a variable of a layer to this rank's slice along `dim`, in place.
 
     Args:
         layer: The layer.
         variable: The variable, whole and with the same value on every rank of the group.
-        dim: The dim that is split.
+        dim: The dim to split.
         group: The ranks that split it.
 
     Returns:
-        What part of the global array the variable is now.
+        This rank's slice of the global array.
 
     Raises:
-        ValueError: Its regularizer or its constraint looks at the array as a whole.
+        ValueError: Its regularizer or its constraint depends on the whole array.
     """
     part = Slice(group, dim % len(variable.shape), tuple(variable.shape))
-    cut_variable(layer, variable, part)
+    slice_variable(layer, variable, part)
     return part
 
 
-def cut_variable(layer: keras.layers.Layer, variable, part: Slice | NestedSlice) -> None:
-    """Cuts a variable that a layer has already to this rank's part of it, in place.
+def slice_variable(layer: keras.layers.Layer, variable, part: Slice | NestedSlice) -> None:
+    """Reduces a variable of a layer to this rank's part of it, in place.
 
     Raises:
-        ValueError: Its regularizer or its constraint looks at the array as a whole.
+        ValueError: Its regularizer or its constraint depends on the whole array.
     """
     check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
-    if without_values(variable):
+    if is_deferred(variable):
         defer(variable, SlicedInitializer(deferred_initializer(variable), part))
     else:
         renew(variable, deep_copy(part.slice_of(tf.convert_to_tensor(variable.value))))
@@ -206,12 +192,12 @@ def cut_variable(layer: keras.layers.Layer, variable, part: Slice | NestedSlice)
     update_layout(variable, slice=part)
 
 
-def join_variable(variable) -> None:
-    """Makes a variable that `split_variable` has cut whole again, in place; every rank calls it."""
+def unslice_variable(variable) -> None:
+    """Makes a variable that `split_variable` has split whole again, in place; all ranks must call it."""
     part = layout_of(variable).slice
     if part is None:
         return
-    if without_values(variable):
+    if is_deferred(variable):
         defer(variable, deferred_initializer(variable).whole)
     else:
         renew(variable, part.all_gather(tf.convert_to_tensor(variable.value), variable.path))
@@ -222,7 +208,7 @@ def join_variable(variable) -> None:
 
 
 class _SummedRegularizer(keras.regularizers.Regularizer):
-    """The penalty of the global array, of which each rank sees its slice."""
+    """The penalty of a global array, from the slices of the ranks."""
 
     def __init__(self, regularizer, part: Slice | NestedSlice):
         self.whole = regularizer
@@ -232,34 +218,27 @@ class _SummedRegularizer(keras.regularizers.Regularizer):
         penalty = self.whole(value)
         strategy = current_strategy()
         rows = () if strategy is None else strategy.mesh.gradient_axes
-        of_others = False
+        has_other_losses = False
         for level in reversed(self._part.levels):
             if any(axis in rows for axis in level.group.axes):
-                # The other ranks have losses of their own, each with this penalty in it.
+                # The losses of the other ranks contain this penalty, too.
                 penalty = all_reduce(penalty, level.group, name="regularizer")
-                of_others = True
+                has_other_losses = True
             else:
                 penalty = reduce_from_region(penalty, level.group, name="regularizer")
-        return with_global_gradient(penalty, current_step()) if of_others else penalty
+        return with_global_gradient(penalty, current_step()) if has_other_losses else penalty
 
 
-_BY_ENTRIES = (
-    keras.regularizers.L1,
-    keras.regularizers.L2,
-    keras.regularizers.L1L2,
-    keras.constraints.NonNeg,
-)
+def _check_identified(
+    name: str, value: Any, get: Callable[[Any], Any], *, optional: bool = False
+) -> None:
+    """Checks that Keras finds the initializer, regularizer or constraint of a value.
 
-
-_RULES = (
-    keras.initializers.Initializer,
-    keras.regularizers.Regularizer,
-    keras.constraints.Constraint,
-)
-
-
-def _check_identified(name: str, value: Any, get: Callable[[Any], Any]) -> None:
-    """Raises ValueError where Keras finds no initializer, regularizer or constraint of that name."""
+    Raises:
+        ValueError: It does not.
+    """
+    if optional and value is None:
+        return
     try:
         found = get(value)
     except (ValueError, TypeError, OverflowError) as error:
@@ -269,26 +248,16 @@ def _check_identified(name: str, value: Any, get: Callable[[Any], Any]) -> None:
         raise checks.refuse(name, value, f"a Keras {name}, or the name of one")
 
 
-def check_by_entries(layer, name: str, *rules) -> None:
-    """Raises for a regularizer or a constraint that looks at a weight as a whole.
+def check_by_entries(layer, name: str, regularizer, constraint) -> None:
+    """Checks that the regularizer and the constraint of a split weight treat entries separately.
 
     Raises:
-        ValueError: There is one.
+        ValueError: One of them depends on the whole weight.
     """
-    for rule in rules:
-        if rule is None:
-            continue
-        found = rule
-        if not isinstance(rule, keras.regularizers.Regularizer | keras.constraints.Constraint):
-            for get in (keras.regularizers.get, keras.constraints.get):
-                try:
-                    found = get(rule)
-                    break
-                except ValueError:
-                    continue
-        if not isinstance(found, _BY_ENTRIES):
+    for rule in (keras.regularizers.get(regularizer), keras.constraints.get(constraint)):
+        if rule is not None and not isinstance(rule, _BY_ENTRIES):
             raise ValueError(
-                f"The {name} of `{layer.name}` is split over ranks, so its regularizer is a sum "
-                "over entries (L1, L2, L1L2), and its constraint NonNeg. Received: "
-                f"{found!r}."
+                f"The {name} of `{layer.name}` is split over ranks, so its regularizer must be a sum "
+                "over entries (L1, L2, L1L2), and its constraint must be NonNeg. Received: "
+                f"{rule!r}."
             )

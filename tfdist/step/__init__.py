@@ -1,1 +1,1 @@
-"""The strategy, the replica and the Keras step under way, and the hooks of a `fit`."""
+"""The current strategy, replica and Keras step, and the hooks of a `fit`."""

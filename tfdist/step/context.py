@@ -1,6 +1,6 @@
-"""What runs now: the strategy in scope, the replica context, the Keras step under way.
+"""The current strategy, replica context and Keras step.
 
-All rooms ask here, so that none looks for attributes on an object that may be somebody else's.
+All rooms look them up here, so that none reads attributes of an object that may not be of tfdist.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -27,84 +26,71 @@ from tfdist.step.hooks import FitHook
 from tfdist.step.keras_step import KerasStep, weighted
 from tfdist.step.local_steps import group_in_step
 from tfdist.step.token_split import TokenSplit
+from tfdist.utils.temporary import attributes_set
 
 
 class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
-    """What the rooms below `strategies/` rely on in a strategy of tfdist."""
+    """The interface of tfdist's strategies for the rooms below `strategies/`.
 
-    @functools.cached_property
-    def fit_hooks(self) -> list[FitHook]:
-        """What takes part in each `fit`, `evaluate` and `predict` of its models."""
-        return []
+    Attributes:
+        engine: The engine of the collectives.
+        zero_stage: The ZeRO stage, 0 to 3; 0 if one rank holds everything.
+        gradient_options: How gradients are sent.
+        row_shares: The rows of a batch for each rank; None if all ranks have the same number.
+        fit_hooks: The hooks of each `fit`, `evaluate` and `predict` of its models.
+        gradient_stages: The stages of the gradients of its steps, in this order.
+        kept_states: What checkpoints save in addition to the model: see `keep`.
+    """
 
-    @functools.cached_property
-    def gradient_stages(self) -> list[GradientStage]:
-        """What changes, measures or reduces the gradients of its steps, in this order."""
-        return []
+    engine: Engine
+    zero_stage: int
+    gradient_options: GradientOptions
+    row_shares: RowShares | None = None
 
-    @functools.cached_property
-    def kept_states(self) -> list[KeptState]:
-        """What checkpoints keep in addition to the model: see `keep`."""
-        return []
+    def __init__(self, extended: tf.distribute.StrategyExtended):
+        super().__init__(extended)
+        self.fit_hooks: list[FitHook] = []
+        self.gradient_stages: list[GradientStage] = []
+        self.kept_states: list[KeptState] = []
 
     def keep(self, state: KeptState) -> None:
-        """Has checkpoints of its models save and restore a state.
+        """Adds a state that checkpoints of its models save and restore.
 
         Args:
-            state: The state; all ranks keep the same ones, in the same order.
+            state: The state; all ranks must add the same ones, in the same order.
         """
         self.kept_states.append(state)
 
-    @property
-    @abc.abstractmethod
-    def engine(self) -> Engine:
-        """What carries the collectives."""
-
-    @property
-    @abc.abstractmethod
-    def zero_stage(self) -> int:
-        """The ZeRO stage: 0 to 3."""
-
-    @property
-    @abc.abstractmethod
-    def gradient_options(self) -> GradientOptions:
-        """How gradients travel."""
-
-    @property
-    @abc.abstractmethod
-    def row_shares(self) -> RowShares | None:
-        """How many rows of a batch each rank has; None where ranks have equally many."""
-
     @abc.abstractmethod
     def unsharded(self, groups: Sequence[Sequence], name: str) -> contextlib.AbstractContextManager:
-        """Inside, parameters that ZeRO-3 keeps in shards are whole arrays.
+        """A context in which parameters that ZeRO-3 shards are whole arrays.
 
-        For a step that runs its layers many times, as a pipeline does.
+        For a step that runs its layers many times, such as that of a pipeline.
 
         Args:
-            groups: The variables; those of a group travel together.
-            name: What they serve, for messages.
+            groups: The variables; those of a group are sent together.
+            name: The name of the collectives, for messages.
 
         Returns:
-            A context, whose value makes gradients of shards of gradients of whole parameters, by
-            the ids of the variables.
+            A context, whose value is a function from gradients of whole parameters to gradients of shards,
+            by the ids of the variables.
         """
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh, resolved: it knows this rank."""
+        """The mesh, with this rank."""
         return self.engine.mesh
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank is the one that writes files and talks to the user."""
+        """Whether this rank writes files and prints for all ranks."""
         return self.mesh.rank == 0
 
     def group(self, *axes, name=None):
-        """The group of this rank along the given mesh axes; without an axis, the world.
+        """The group of this rank along the given mesh axes; without an axis, all ranks.
 
         Args:
-            *axes: Names of mesh axes. Anything else is what `tf.distribute.Strategy.group` takes: a
+            *axes: Names of mesh axes. Anything else is passed to `tf.distribute.Strategy.group`: a
                 value, whose operations are grouped as by `tf.group`.
             name: The name of that operation.
         """
@@ -114,7 +100,7 @@ class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
 
     @property
     def row_group(self) -> Group:
-        """The ranks that hold different rows of a batch, and the same of all else."""
+        """The ranks that hold different rows of a batch, and otherwise the same."""
         return self.engine.group(*self.mesh.row_axes)
 
     @property
@@ -124,29 +110,29 @@ class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
 
     @property
     def gradient_group(self) -> Group:
-        """The ranks over which the gradient of a variable is summed that all of them hold."""
+        """The ranks over which the gradient of a replicated variable is summed."""
         return self.engine.group(*self.mesh.gradient_axes)
 
 
 class ReplicaContext(tf.distribute.ReplicaContext):
-    """What `tf.distribute.get_replica_context()` returns inside `strategy.run`.
+    """The context that `tf.distribute.get_replica_context()` returns inside `strategy.run`.
 
     Attributes:
-        step: The Keras step under way, or None for a function of the user's own.
-        in_step: The ranks of the world that step together now; None where all do.
-        at_end: What is called when the function is over that the context is for.
-        gradient_paths: Of the calls of `optimizer.apply` under way, the innermost last.
-        gradient_reads: What a training step of the user's own makes of gradients, since a tape returned
-            them; None in other functions.
-        gradient_marks: The gradients that are known to be global already, if there are some.
-        num_gathers: How many times rows were gathered.
-        gradients_are_global: Whether the user says so of those that `optimizer.apply` is given.
-        sums_gradients: Whether `all_reduce` does what it says. Keras sums gradients by it right before
-            an update, where they are global already.
-        has_padding: Whether what is computed now is of a row that is not there, since this rank has
-            none: a bool tensor. None where nothing is padded.
-        tokens: How ranks divide the sequences that the function was given; None where each has them
-            whole, or where it was given none.
+        step: The current Keras step; None for any other function.
+        in_step: The ranks that step together now; None if all do.
+        at_end: Functions to call at the end of the function that runs in the context.
+        gradient_path: The path of the innermost running `optimizer.apply`; None outside of one.
+        gradient_reads: The gradients that a tape returned to a custom training step; None in other
+            functions.
+        gradient_marks: The gradients that are known to be global already; None if there are none.
+        num_gathers: The number of times that rows were gathered.
+        gradients_are_global: Whether the user declares the gradients for `optimizer.apply` global.
+        sums_gradients: Whether `all_reduce` reduces. Keras calls it for gradients right before an update,
+            when they are global already.
+        has_padding: Whether this rank has no rows, and computes with a row of padding: a bool tensor. None
+            if nothing is padded.
+        tokens: How sequences in the arguments of the function are split; None if each rank has whole ones,
+            or there are none.
     """
 
     def __init__(
@@ -161,7 +147,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self.in_step = None if step is None else step.in_step
         self.tokens = tokens
         self.at_end: list[Callable[[], None]] = []
-        self.gradient_paths: list = []
+        self.gradient_path: Any = None
         self.gradient_reads: Any = None
         self.gradient_marks: Any = None
         self.gradients_are_global = False
@@ -172,7 +158,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     @property
     def gradient_group(self) -> Group:
-        """The ranks that a gradient is reduced over at this step, if all of them hold the variable."""
+        """The ranks over which the gradient of a replicated variable is reduced at this step."""
         return group_in_step(self.strategy.gradient_group, self.in_step)
 
     @property
@@ -184,21 +170,16 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """The device of this rank."""
         return self._strategy.extended.worker_devices
 
-    @contextlib.contextmanager
-    def padded(self, has_padding: tf.Tensor) -> Iterator[None]:
-        """Inside, collectives leave out what this rank has computed of a row that is not there."""
-        before, self.has_padding = self.has_padding, has_padding
-        try:
-            yield
-        finally:
-            self.has_padding = before
+    def padded(self, has_padding: tf.Tensor) -> contextlib.AbstractContextManager[None]:
+        """A context in which collectives leave out what this rank has computed from padding."""
+        return attributes_set(self, has_padding=has_padding)
 
     def all_reduce(self, reduce_op, value, options=None):
-        """Reduces a tensor, or a nest of them, over the ranks that hold other rows; differentiable.
+        """Reduces a tensor, or a nest of them, over the ranks with different rows; differentiable.
 
         Args:
             reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
-            value: A nest of tensors or IndexedSlices, of one structure on all ranks.
+            value: A nest of tensors or IndexedSlices, with the same structure on all ranks.
             options: Not used.
         """
         del options
@@ -219,12 +200,12 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     def all_gather(self, value, axis, options=None):
         """Concatenates the ranks' tensors along `axis`, in the order of rows; differentiable.
 
-        In a step of a Keras model the result is the tensor of the whole batch. A loss of it is the
-        same number on all ranks, and has the gradient that it has in a single process.
+        In a step of a Keras model the result is the tensor of the whole batch. A loss of it is the same
+        number on all ranks, and has the same gradient as in a single process.
 
         Args:
             value: A nest of tensors of rank one or more. Sizes along `axis` may differ.
-            axis: The dim along which they are joined.
+            axis: The dim to concatenate along.
             options: Not used.
         """
         del options
@@ -245,13 +226,13 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
 @dataclasses.dataclass(frozen=True)
 class ModelRole:
-    """What of a model's outputs a rank sees, where ranks hold different layers.
+    """The role of a rank in a model whose layers are on different ranks.
 
     Attributes:
         sees_outputs: Whether losses and metrics are counted on this rank.
-        axes: The mesh axes beside those of the rows over which what is counted is put together.
-        num_microbatches: Into how many losses a rank's step is cut.
-        whole_model: The model of all layers, where the rank's has some of them.
+        axes: The mesh axes, other than those of the rows, over which counts are reduced.
+        num_microbatches: The number of losses in a rank's step.
+        whole_model: The model of all layers, if the rank's model has only some of them.
     """
 
     sees_outputs: bool = True
@@ -261,49 +242,49 @@ class ModelRole:
 
 
 def role_of(model) -> ModelRole:
-    """The role of this rank in a model; a model that says nothing lies whole on each rank."""
+    """The role of this rank in a model; by default each rank has the whole model."""
     found = getattr(model, "_tfdist_role", None)
     return found if isinstance(found, ModelRole) else ModelRole()
 
 
 def current_strategy() -> DistributedStrategy | None:
-    """The strategy in scope, if it is one of tfdist's."""
+    """The strategy in scope, if it is one of tfdist; otherwise None."""
     strategy = tf.distribute.get_strategy()
     return strategy if isinstance(strategy, DistributedStrategy) else None
 
 
 def strategy_of(model) -> DistributedStrategy | None:
-    """The strategy that a Keras model was made under, if it is one of tfdist's."""
+    """The strategy in whose scope a Keras model was created, if it is one of tfdist; otherwise None."""
     strategy = getattr(model, "distribute_strategy", None)
     return strategy if isinstance(strategy, DistributedStrategy) else None
 
 
 def current_replica() -> ReplicaContext | None:
-    """The replica context under way, if it is one of tfdist's."""
+    """The current replica context, if it is one of tfdist; otherwise None."""
     context = tf.distribute.get_replica_context()
     return context if isinstance(context, ReplicaContext) else None
 
 
 def current_step() -> KerasStep | None:
-    """The Keras step under way, if there is one."""
+    """The current Keras step; None outside of one."""
     replica = current_replica()
     return replica.step if replica is not None else None
 
 
 def current_tokens() -> TokenSplit | None:
-    """How ranks divide the sequences that are computed with; None where each has them whole.
+    """The current split of sequences over ranks; None if each rank has whole ones.
 
-    They are whole outside of `strategy.run`, as in a call of a model by itself.
+    Sequences are whole outside `strategy.run`, for example in a direct call of a model.
 
     Raises:
-        RuntimeError: A function runs on ranks of a context axis that was given no sequences.
+        RuntimeError: A function runs on the ranks of a context axis without sequences in its arguments.
     """
     replica = current_replica()
     if replica is None or replica.strategy.token_group.size == 1:
         return None
     if replica.tokens is None:
         raise RuntimeError(
-            "On a context axis a function gets its part of the sequences as an argument: "
-            "`strategy.run(function, args=(batch,))`, with a batch of a distributed data set."
+            "On a context axis, a function must receive its part of the sequences as an argument. Received: "
+            "no sequences. Use `strategy.run(function, args=(batch,))` with a batch of a distributed dataset."
         )
     return replica.tokens

@@ -1,4 +1,4 @@
-"""How the gradients of a strategy travel between ranks."""
+"""How the gradients of a strategy are sent between ranks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 
 import tensorflow as tf
 
-#: Large enough that a sum is mostly bytes and not messages, small enough that the first bucket
-#: leaves early in the backward pass. `tfdist-bench buckets` measures what suits a network.
+#: Large enough for bandwidth, rather than latency, to determine the time of a reduction, and small enough to
+#: send the first bucket early in the backward pass. `tfdist-bench buckets` measures the best size for a network.
 BUCKET_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientOptions:
-    """How gradients travel; read where they are reduced, and nowhere else.
+    """How gradients are sent.
 
     Attributes:
-        bucket_bytes: The size at which a bucket is full: gradients of a bucket travel as one tensor.
-        communication_dtype: What gradients of wider dtypes travel in; None for their own.
+        bucket_bytes: The size at which a bucket is full. Gradients of a bucket are sent as one tensor.
+        communication_dtype: The dtype in which gradients of wider dtypes are sent; None for their own.
     """
 
     bucket_bytes: int = BUCKET_BYTES

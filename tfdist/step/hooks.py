@@ -1,4 +1,4 @@
-"""`FitHook`: what takes part in a whole `fit`, `evaluate` or `predict` on every rank, and in its steps."""
+"""`FitHook`: hooks around `fit`, `evaluate` and `predict` on every rank, and around their steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
+
+from tfdist.step.local_steps import held_optimizers, optimizers_in
 
 if TYPE_CHECKING:
     from tfdist.gradients.stage import GradientStage
@@ -25,9 +27,9 @@ class FitContext:
     Attributes:
         kind: "fit", "evaluate" or "predict".
         model: The model.
-        strategy: The strategy that it was made under.
-        arguments: Of the call, by name. Before the call begins, a hook may replace some.
-        make_position: Makes `position`.
+        strategy: The strategy in whose scope the model was created.
+        arguments: The arguments of the call, by name. A hook may replace some before the call begins.
+        make_position: Creates `position`.
     """
 
     kind: str
@@ -38,42 +40,42 @@ class FitContext:
 
     @property
     def callbacks(self) -> list:
-        """The callbacks of the call, as they are now."""
+        """The current callbacks of the call."""
         return list(tf.nest.flatten(self.arguments.get("callbacks") or []))
 
     @functools.cached_property
     def position(self) -> Any:
-        """The position in the training data, a `DataPosition`, recorded from the first request on.
+        """The position in the training data, a `DataPosition`, recorded after the first access.
 
         Raises:
-            RuntimeError: This is no `fit`.
+            RuntimeError: The call is not a `fit`.
         """
         if self.make_position is None:
-            raise RuntimeError(f"`{self.kind}` does not record its position in the data.")
+            raise RuntimeError(f"`{self.kind}` does not record its position in the dataset.")
         return self.make_position()
 
 
 class FitHook:
-    """Around a whole `fit`, `evaluate` or `predict`, on every rank.
+    """A hook around `fit`, `evaluate` and `predict`, on every rank.
 
-    Hooks are the model's strategy's `fit_hooks`, its optimizers and its callbacks, where these are of
-    this class, in this order. An `evaluate` inside `fit` belongs to the `fit`. Outside of the three, as in
-    `train_on_batch`, the strategy's hooks apply and those of callbacks do not. Ranks must have the same
-    types of hooks in the same order.
+    The hooks of a model are the `fit_hooks` of its strategy, and those of its optimizers and callbacks that
+    are of this class, in this order. An `evaluate` inside `fit` belongs to the `fit`. In other methods, such
+    as `train_on_batch`, the hooks of the strategy and the optimizers apply, and those of callbacks do not.
+    Ranks must have the same types of hooks in the same order.
     """
 
-    #: Stages of the gradients of the model's steps, as they are when the call begins.
+    #: Stages for the gradients of the model's steps, read when the call begins.
     gradient_stages: Sequence[GradientStage] = ()
-    #: Of a callback: whether methods that end a batch read its logs, so that ranks must agree on them.
+    #: Whether methods of a callback at the end of a batch read its logs, so that ranks must reduce them.
     reads_batch_logs = True
 
     def kept_states(self, model: keras.Model) -> Sequence[KeptState]:
-        """What checkpoints of a `fit` save and restore of this hook."""
+        """The states of this hook that checkpoints of a `fit` save and restore."""
         del model
         return ()
 
     def around(self, fit: FitContext) -> contextlib.AbstractContextManager:
-        """Entered before the call and left after it, with the exception if there is one.
+        """A context around the call, which is exited with its exception, if any.
 
         With an exception it must not call a collective: other ranks may not have raised.
         """
@@ -81,44 +83,37 @@ class FitHook:
         return contextlib.nullcontext()
 
     def around_step(self, step: KerasStep) -> contextlib.AbstractContextManager:
-        """Around a step of the model while it is traced, or while it runs eagerly.
+        """A context around a step of the model while it is traced, or while it runs eagerly.
 
-        When it is left without an exception, `step.outputs` is what the step returned. If other hooks have
-        this method, or other stages, than in the last `fit` of the model, the model is traced again.
+        On exit without an exception, `step.outputs` is the return value of the step. The model is traced again
+        if the hooks with this method, or the stages, differ from those of its last `fit`.
         """
         del step
         return contextlib.nullcontext()
 
     def explain(self, fit: FitContext, error: Exception) -> Exception | str | None:
-        """What to say of an exception of the call: one to raise in its place, a note to add, or nothing."""
+        """An exception to raise in place of an exception of the call, a note to add to it, or None."""
         del fit, error
         return None
 
 
-#: The model and the hooks of each call under way, the innermost last.
+#: The model and the hooks of each running call, the innermost last.
 _under_way: list[tuple[keras.Model, list[FitHook]]] = []
-#: By model the hooks that its training function was traced with.
+#: By model, the hooks with which its training function was traced.
 _traced: weakref.WeakKeyDictionary[Any, list] = weakref.WeakKeyDictionary()
 
 
 def fit_hooks(model: keras.Model, callbacks: Sequence = ()) -> list[FitHook]:
-    """The hooks of a model's strategy and optimizers, and those among callbacks, each once."""
+    """The hooks of a model: those of its strategy, of its optimizers and among callbacks, each once."""
     strategy = getattr(model, "distribute_strategy", None)
-    found = [*getattr(strategy, "fit_hooks", ()), *_optimizers(model), *callbacks]
-    hooks = {id(each): each for each in found if isinstance(each, FitHook)}
-    return list(hooks.values())
-
-
-def _optimizers(model: keras.Model) -> Iterator[Any]:
-    for each in (getattr(model, "optimizer", None), *vars(model).values()):
-        while hasattr(type(each), "apply_gradients"):
-            yield each
-            each = getattr(each, "inner_optimizer", None)
+    optimizers = [one for each in held_optimizers(model) for one in optimizers_in(each)]
+    found = [*getattr(strategy, "fit_hooks", ()), *optimizers, *callbacks]
+    return list({id(each): each for each in found if isinstance(each, FitHook)}.values())
 
 
 @contextlib.contextmanager
 def hooked(fit: FitContext, hooks: Sequence[FitHook]) -> Iterator[None]:
-    """Inside, hooks are around a call.
+    """Enters the hooks of a call.
 
     Args:
         fit: The call.
@@ -142,7 +137,7 @@ def hooked(fit: FitContext, hooks: Sequence[FitHook]) -> Iterator[None]:
 
 
 def active_hooks(model: keras.Model) -> list[FitHook]:
-    """The hooks of a step of a model that is traced or runs now."""
+    """The hooks of the current step of a model."""
     for other, hooks in reversed(_under_way):
         if other is model:
             return hooks
@@ -150,7 +145,7 @@ def active_hooks(model: keras.Model) -> list[FitHook]:
 
 
 def trace_if_changed(model: keras.Model, hooks: Sequence[FitHook]) -> None:
-    """Has `fit` trace the training step again, where other hooks are around it than were before."""
+    """Makes `fit` trace the training step again if its hooks have changed."""
     tracing: list = [hook for hook in hooks if type(hook).around_step is not FitHook.around_step]
     tracing += [stage for hook in hooks for stage in hook.gradient_stages]
     before = [reference() for reference in _traced.get(model, ())]

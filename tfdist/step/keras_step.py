@@ -1,7 +1,7 @@
-"""One step of a Keras model on a rank's part of the batch, and how its gradient becomes the global one.
+"""One step of a Keras model on a rank's part of the batch, and the weights of its gradient.
 
-A rank's gradient counts by the rank's share of the samples, so that the sum over ranks is the gradient that
-one process has of the whole batch.
+A rank's gradient is weighted by the rank's share of the samples, so that the sum over ranks is the gradient
+of one process for the whole batch.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from tfdist.step.token_split import TokenSplit
 class KerasStep:
     """One `train_step` or `test_step` of a Keras model, on this rank's part of the batch.
 
-    Inside such a step everything looks like a single process that was given this part. What
-    makes the result that of one process over the whole batch is that a rank's gradient counts by
-    its `share` of the samples.
+    The step computes as in a single process with only this part. The result is that of one process with the
+    whole batch, because a rank's gradient is weighted by its `share` of the samples.
 
     Attributes:
         model: The model.
         kind: "train" or "test".
-        rows: This rank's number of samples: an int where all ranks have equally many by shape,
-            else an int32 scalar tensor.
-        group: The ranks that have other samples, or other tokens of the same.
-        in_step: The ranks of the world that step together; None where all do. Gradients are reduced
-            over those of `group` among them, at every step: see `tfdist.step.local_steps`.
-        arguments: What the step is called with.
-        outputs: What it has returned, once it has.
-        tokens: How ranks divide the sequences; None where each has them whole.
+        rows: This rank's number of samples: an int if all ranks have the same number by shape, otherwise an
+            int32 scalar tensor.
+        group: The ranks with different samples, or different tokens of the same samples.
+        in_step: The ranks that step together; None if all do. Gradients are reduced over those of them in
+            `group` at every step: see `tfdist.step.local_steps`.
+        arguments: The arguments of the step.
+        outputs: The return value of the step, after it has returned.
+        tokens: How sequences are split; None if each rank has whole ones.
     """
 
     model: Any
@@ -53,12 +52,12 @@ class KerasStep:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks are known to have equally many samples, and tokens of each."""
+        """Whether all ranks are known to have the same number of samples, and of tokens in each."""
         return isinstance(self.rows, int) and (self.tokens is None or self.tokens.is_even)
 
     @property
     def is_local(self) -> bool:
-        """Whether some of the ranks do not reduce gradients with this one at this step."""
+        """Whether some ranks do not reduce gradients with this one at this step."""
         return self.in_step is not None
 
     @functools.cached_property
@@ -73,7 +72,7 @@ class KerasStep:
 
     @functools.cached_property
     def gradient_share(self) -> tf.Tensor:
-        """The same of the samples whose gradients are reduced with this rank's."""
+        """The same for the samples whose gradients are reduced together with this rank's."""
         return self._share_among(self.gradient_group) if self.is_local else self.share
 
     def _share_among(self, group: Group) -> tf.Tensor:
@@ -81,10 +80,10 @@ class KerasStep:
             return tf.constant(1.0 / group.size)
         own = self._own_samples()
         stamps = current_stamps()
-        # Nothing waits for it before the gradients are there.
+        # Nothing waits for it before the gradients are computed.
         with contextlib.nullcontext() if stamps is None else stamps.background():
             total = all_reduce(own, group, name="batch-size")
-        # Ranks that step apart from the others may all have no rows, and then make no step.
+        # All ranks that step together may have no rows; then they skip the step.
         return tf.math.divide_no_nan(tf.cast(own, tf.float32), tf.cast(total, tf.float32))
 
     def _own_samples(self):
@@ -92,7 +91,7 @@ class KerasStep:
 
     @functools.cached_property
     def has_samples(self) -> tf.Tensor | None:
-        """Whether those that step together have any: a bool scalar. None where that is known."""
+        """Whether the ranks that step together have samples: a bool scalar. None if it is known that they do."""
         if not self.is_local or self.is_even:
             return None
         own = tf.convert_to_tensor(self._own_samples())
@@ -100,30 +99,30 @@ class KerasStep:
 
     @property
     def tokens_to_mean(self) -> tf.Tensor | float:
-        """This rank's number of tokens of a sequence, over the mean of the ranks that share it."""
+        """This rank's number of tokens of a sequence, divided by the mean of the ranks that share it."""
         if self.tokens is None or self.tokens.is_even:
             return 1.0
         mean = tf.cast(self.tokens.total, tf.float32) / self.tokens.parts
         return tf.cast(self.tokens.count(), tf.float32) / mean
 
     def share_of(self, local: tf.Tensor) -> tf.Tensor:
-        """What `local / (global sum of local)` is, over `share`: 1 where samples count alike.
+        """The ratio of `local / (global sum of local)` to `gradient_share`; 1 if samples have equal weights.
 
-        A loss that divides by something else than the number of samples (a mask, weights) is
-        multiplied by this, so that it is right after the gradient is weighted by `share`.
+        A loss that is divided by something other than the number of samples (a mask, weights) is multiplied
+        by this, so that the gradient is right after it is weighted by the share.
         """
         total = all_reduce(local, self.gradient_group, name="loss-divisor")
         return tf.math.divide_no_nan(local, total * tf.cast(self.gradient_share, local.dtype))
 
 
 def weighted(collective: Callable, tensors, step: KerasStep | None):
-    """A collective among ranks with other rows or tokens, with the gradient that one process has.
+    """A collective over ranks with different rows or tokens, with the gradient of one process.
 
     Args:
-        collective: From a tensor, or from as many as there are, to one; with the gradient of the sum
-            of all ranks' losses.
-        tensors: A tensor of this rank, or a tuple of some.
-        step: The Keras step under way, if there is one.
+        collective: A function of the tensors that returns one tensor, with the gradient of the sum of all
+            ranks' losses.
+        tensors: A tensor of this rank, or a tuple of tensors.
+        step: The current Keras step; None outside of one.
     """
     several = tensors if isinstance(tensors, tuple) else (tensors,)
     if step is None or step.is_even:
@@ -133,44 +132,39 @@ def weighted(collective: Callable, tensors, step: KerasStep | None):
 
 
 def with_global_gradient(tensor, step: KerasStep | None):
-    """The tensor as it is; behind it flow gradients of the global loss, not of this rank's.
+    """The tensor; its gradients become those of the global loss, and not of this rank's.
 
-    The loss of a step is the sum over ranks of share times local loss, but each rank derives its
-    local loss, and its share is multiplied in at the end (`GradientPath.weigh`). What ranks compute
-    of each other's rows has gradients from several ranks' losses: those have to be weighed before
-    they meet. So such a computation begins with `with_local_gradient` and ends with this.
+    The loss of a step is the sum over ranks of share times local loss, but each rank differentiates its
+    local loss, and is multiplied by its share at the end (`GradientPath.weigh`). Values that ranks compute
+    from each other's rows have gradients from several ranks' losses, which must be weighted before they are
+    added up. So such a computation begins with `with_local_gradient` and ends with this function.
 
     Args:
-        tensor: What comes out of the computation, of this rank's rows.
-        step: The Keras step under way. Without one, gradients are of the sum of all losses anyway.
+        tensor: An output of the computation, for this rank's rows.
+        step: The current Keras step. Without one, gradients are of the sum of all losses anyway.
     """
-    if step is None:
-        return tensor
-
-    def times_share(dy):
-        return tf.math.multiply_no_nan(dy, tf.cast(step.gradient_share, dy.dtype))
-
-    return _with_gradient(tf.convert_to_tensor(tensor), times_share)
+    return _with_gradient(tensor, step, tf.math.multiply_no_nan)
 
 
 def with_local_gradient(tensor, step: KerasStep | None):
-    """The tensor as it is; before it flow gradients of this rank's loss: see `with_global_gradient`.
+    """The tensor; its gradients become those of this rank's loss again: see `with_global_gradient`.
 
     Args:
-        tensor: What goes into the computation, of this rank's rows.
-        step: The Keras step under way, if there is one.
+        tensor: An input of the computation, for this rank's rows.
+        step: The current Keras step; None outside of one.
     """
+    return _with_gradient(tensor, step, tf.math.divide_no_nan)
+
+
+def _with_gradient(tensor, step: KerasStep | None, weigh: Callable):
+    """The tensor, whose gradient is multiplied or divided by this rank's share."""
     if step is None:
         return tensor
-
-    def over_share(dy):
-        return tf.math.divide_no_nan(dy, tf.cast(step.gradient_share, dy.dtype))
-
-    return _with_gradient(tf.convert_to_tensor(tensor), over_share)
-
-
-def _with_gradient(tensor: tf.Tensor, gradient: Callable) -> tf.Tensor:
-    """The tensor; what flows back through it is `gradient` of what arrives."""
+    tensor = tf.convert_to_tensor(tensor)
     if not tensor.dtype.is_floating:
         return tensor
+
+    def gradient(dy):
+        return weigh(dy, tf.cast(step.gradient_share, dy.dtype))
+
     return custom_gradient(lambda x: (tf.identity(x), gradient))(tensor)

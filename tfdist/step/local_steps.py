@@ -1,8 +1,8 @@
-"""Ranks that train apart for some steps: which of them still reduce gradients at every step.
+"""Local steps: ranks that train separately, and those that still reduce gradients at every step.
 
-Under an optimizer of `tfdist.addons.slow_links.local_sgd` a rank's gradient is that of its own rows. What still has to
-be reduced at every step is what ranks compute together: over a context axis, inside of a host where
-the optimizer is to do so. All rooms ask here for the ranks that a rank stays in step with.
+Under an optimizer of `tfdist.addons.slow_links.local_sgd` a rank uses the gradient of its own rows. Ranks that
+compute together still reduce gradients at every step: those of a context axis and, if the optimizer is so
+configured, those of a host.
 """
 
 from __future__ import annotations
@@ -12,115 +12,125 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
+
 from tfdist.backend.keras.attributes import own_variables
 from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
 
 
 class LocalSteps(abc.ABC):
-    """An optimizer under which the ranks of the data axis step apart, and meet every so many steps."""
+    """An optimizer under which the ranks of the data axis take local steps, and synchronize periodically."""
 
     @abc.abstractmethod
     def in_step(self, engine: Engine) -> frozenset[int]:
-        """The ranks that this one stays in step with, itself among them.
+        """The ranks that take each step together with this one, including itself.
 
         Args:
-            engine: The engine, which knows the mesh. All ranks call this at the same time.
+            engine: The engine. All ranks must call this at the same time.
         """
 
     @property
     @abc.abstractmethod
     def is_apart(self) -> bool:
-        """Whether ranks have stepped since they last met, so that parameters may differ."""
+        """Whether ranks have taken steps since the last synchronization, so that parameters may differ."""
 
     @abc.abstractmethod
     def note_parameters(self) -> None:
-        """Called before each step: notes the parameters as global, if ranks have just met."""
+        """Called before each step: records the parameters as global right after a synchronization."""
 
     @abc.abstractmethod
     def begin_scaled_step(self) -> None:
-        """Called before each step by a loss scale around the optimizer, which may leave it out.
+        """Called before each step by a loss scale optimizer around this one, which may skip the step.
 
-        Such a step counts on the way to the next sync all the same.
+        A skipped step also counts towards the next synchronization.
         """
 
     @abc.abstractmethod
     def mark_local(self, variables: Sequence) -> None:
-        """Notes in their layouts that variables are each rank's own."""
+        """Records in the layouts of variables that their values differ between ranks."""
 
     @property
     @abc.abstractmethod
     def global_variables(self) -> list[tuple[Any, Any]]:
-        """Each trained variable, and the one with its value at the last sync."""
+        """Each trained variable, and the variable with its value at the last synchronization."""
 
     @abc.abstractmethod
     def global_parameters(self) -> contextlib.AbstractContextManager:
-        """Inside, trained variables have the values that ranks have agreed on last. Eager only."""
+        """A context in which trained variables have their last synchronized values. Eager only."""
 
     @abc.abstractmethod
     def restart(self) -> None:
-        """Goes back to the parameters that ranks have agreed on last, and counts steps anew."""
+        """Returns to the last synchronized parameters, and resets the count of steps."""
 
     @property
     @abc.abstractmethod
     def is_resumed(self) -> bool:
-        """Whether a checkpoint has given this rank what is its own, since the last `restart`."""
+        """Whether a checkpoint has restored the state of this rank since the last `restart`."""
 
     @abc.abstractmethod
     def resume(self, *, own: bool) -> None:
         """Called when a checkpoint was read.
 
         Args:
-            own: Whether it has what is this rank's own. Else ranks go on from what they had agreed on.
+            own: Whether it contains the state of this rank. Otherwise ranks continue from the last
+                synchronized parameters.
         """
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:
-    """An optimizer, and those that it wraps, the outermost first."""
+    """An optimizer and the optimizers that it wraps, the outermost first."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def local_optimizer(model: Any) -> LocalSteps | None:
-    """The optimizer of a model under which ranks step apart, if it has such a one.
+    """The optimizer of a model under which ranks take local steps, if there is one.
 
     Raises:
-        ValueError: The model has several, or others beside it: a step has one set of ranks that
-            reduce its gradients.
+        ValueError: The model has another optimizer, too: all gradients of a step are reduced over the same
+            ranks.
     """
-    held = [getattr(model, "optimizer", None), *vars(model).values()]
-    found: dict[int, Any] = {}
-    others = 0
+    held, found = held_optimizers(model), None
     for each in held:
-        if id(each) in found or not hasattr(type(each), "apply_gradients"):
-            continue
         around: list = []
         for one in optimizers_in(each):
             if isinstance(one, LocalSteps):
-                found[id(each)] = one
-                # What wraps it has a state of this rank's own, too.
+                found = one
+                # The state of optimizers around it differs between ranks, too.
                 one.mark_local([v for wrapper in around for v in own_variables(wrapper)])
                 break
             around.append(one)
-        else:
-            others += 1
-    if not found:
-        return None
-    if len(found) > 1 or others:
+    if found is not None and len(held) > 1:
         raise ValueError(
-            "A model that trains with one of `tfdist.addons.slow_links.local_sgd` has no other optimizer: the losses "
-            f"of a step are of one set of rows. Received: {len(found) + others} optimizers in "
-            f"`{getattr(model, 'name', model)}`."
+            "A model with an optimizer of `tfdist.addons.slow_links.local_sgd` cannot have another optimizer: "
+            "the losses of a step must be of the same rows. Received: "
+            f"{len(held)} optimizers in `{getattr(model, 'name', model)}`."
         )
-    return next(iter(found.values()))
+    return found
+
+
+def global_parameters(model: Any) -> contextlib.AbstractContextManager:
+    """A context in which a model that trains with local steps has its last synchronized parameters.
+
+    This model is evaluated, used for predictions, saved, and visible to callbacks at the end of an epoch.
+    """
+    local = local_optimizer(model) if isinstance(model, keras.Model) else None
+    return contextlib.nullcontext() if local is None else local.global_parameters()
+
+
+def held_optimizers(model: Any) -> list:
+    """The optimizers that are attributes of a model, each once."""
+    held = (getattr(model, "optimizer", None), *vars(model).values())
+    return list({id(x): x for x in held if hasattr(type(x), "apply_gradients")}.values())
 
 
 def group_in_step(group: Group, ranks: frozenset[int] | None) -> Group:
-    """Those of a group's ranks that are among some.
+    """The subgroup of a group with the ranks that step together.
 
     Args:
         group: A group of this rank.
-        ranks: Ranks of the world, this one among them; None for all.
+        ranks: The ranks that step together, including this one; None for all.
     """
     return group if ranks is None else group.engine.subgroup(group, ranks)

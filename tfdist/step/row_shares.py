@@ -1,11 +1,12 @@
-"""How many rows of a global batch each rank gets, where ranks are not equally fast.
+"""The number of rows of a global batch for each rank, where ranks are not equally fast.
 
-Shares are integer parts of `PARTS`, so that all ranks compute the same bounds whatever their
-processors round.
+Shares are integer parts of `PARTS`, so that all ranks compute the same bounds regardless of rounding.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,46 +17,51 @@ from tfdist.utils import checks
 
 
 class RowShares:
-    """The shares of the ranks that hold different rows, as all of them know them.
+    """The shares of the ranks that hold different rows, which are the same on all of them.
 
     Args:
         shares: "measured", a `MeasuredShares`, or a positive number for each rank.
-        num_ranks: How many ranks hold different rows.
+        num_ranks: The number of ranks that hold different rows.
 
     Raises:
-        ValueError: There is another number of shares, or of limits, than of ranks.
+        ValueError: The number of shares, or of limits, differs from the number of ranks.
     """
 
     def __init__(self, shares: str | MeasuredShares | Sequence[float], num_ranks: int):
         self.measured: MeasuredShares | None = None
-        #: By rank the measured speed, in rows per second; None before the first measurement.
+        #: The measured speed of each rank, in rows per second; None before the first measurement.
         self.speeds: tuple[float, ...] | None = None
+        self._num_ranks = num_ranks
+        limits: Any = None
         if isinstance(shares, str | MeasuredShares):
             self.measured = MeasuredShares() if isinstance(shares, str) else shares
-            limits = self.measured.max_rows
-            if limits is not None and not isinstance(limits, int):
-                _check_length("max_rows", limits, num_ranks)
-            first = parts_of([1.0] * num_ranks)
-        else:
-            _check_length("batch_shares", shares, num_ranks)
-            first = parts_of([float(share) for share in shares])
-        self._num_ranks = num_ranks
+            limits, shares = self.measured.max_rows, [1.0] * num_ranks
+        for name, values in (("max_rows", limits), ("batch_shares", shares)):
+            if values is not None and not isinstance(values, int) and len(values) != num_ranks:
+                meaning = f"one number for each of the {num_ranks} rank(s) with different rows"
+                raise checks.refuse(name, values, meaning)
+        if limits is None or isinstance(limits, int):
+            limits = [limits or math.inf] * num_ranks
+        self._most_rows = [float(limit) for limit in limits]
+        self.parts = parts_of([float(share) for share in shares])
         with tf.device("/CPU:0"):
             self._bounds = tf.Variable(
-                _sums(first), trainable=False, dtype=tf.int64, name="row_bounds"
+                [0, *itertools.accumulate(self.parts)],
+                trainable=False,
+                dtype=tf.int64,
+                name="row_bounds",
             )
-        self.parts = first
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of each rank the part of the rows; they add up to 1."""
+        """The part of the rows for each rank; the parts add up to 1."""
         return tuple(part / PARTS for part in self.parts)
 
     def row_range(self, rows, index: int) -> tuple[tf.Tensor, tf.Tensor]:
-        """The rows [start, end) of a batch that belong to a rank now.
+        """The rows [start, end) of a batch that currently belong to a rank.
 
-        Every rank's number of rows differs from its share of them by less than one, unless `max_rows`
-        says otherwise.
+        The number of rows of a rank differs from its share by less than one, unless it is limited by
+        `max_rows`.
 
         Args:
             rows: The size of the batch.
@@ -72,12 +78,12 @@ class RowShares:
         return (rows * self._bounds + PARTS // 2) // PARTS
 
     def _limited(self, rows: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
-        """Sizes within the limits; what is over goes to the first ranks that have room for it.
+        """Sizes within the limits; excess rows are assigned to the first ranks below their limits.
 
-        Of integers, so that all ranks come to the same. More rows than all have room for are shared as
-        if there were no limits.
+        Computed with integers, so that all ranks get the same result. Rows beyond the sum of the limits are
+        shared as if there were no limits.
         """
-        most = tf.constant([int(limit) for limit in self.most_rows()], tf.int64)
+        most = tf.constant([int(limit) for limit in self._most_rows], tf.int64)
         own = tf.minimum(sizes, most)
         room = most - own
         over = rows - tf.reduce_sum(own)
@@ -86,53 +92,34 @@ class RowShares:
         return own + bounds[1:] - bounds[:-1]
 
     def most_rows(self) -> list[float]:
-        """Of each rank the most rows that the user has set; infinite where there is no limit."""
-        limits = None if self.measured is None else self.measured.max_rows
-        if limits is None:
-            return [float("inf")] * self._num_ranks
-        if isinstance(limits, int):
-            return [float(limits)] * self._num_ranks
-        return [float(limit) for limit in limits]
+        """The user's limit on the rows of each rank; infinite if there is none."""
+        return self._most_rows
 
     def set_parts(self, parts: Sequence[int]) -> None:
-        """Changes the shares, between two steps; all ranks do so before the same one.
+        """Changes the shares between two steps; all ranks must do so before the same step.
 
         Raises:
-            ValueError: They are not those of as many ranks.
+            ValueError: They are not valid shares of this number of ranks.
         """
         parts = tuple(int(part) for part in parts)
         if len(parts) != self._num_ranks or sum(parts) != PARTS or min(parts) < 0:
             raise ValueError(
-                f"Shares are {self._num_ranks} integers that add up to {PARTS}. Received: {parts}."
+                f"Shares must be {self._num_ranks} integers that add up to {PARTS}. Received: {parts}."
             )
-        self._bounds.assign(_sums(parts))
+        self._bounds.assign([0, *itertools.accumulate(parts)])
         self.parts = parts
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps; None where shares are fixed."""
+        """The state for checkpoints; None if shares are fixed."""
         if self.measured is None:
             return None
         speeds = None if self.speeds is None else list(self.speeds)
         return {"parts": list(self.parts), "speeds": speeds}
 
     def restore(self, state: dict[str, Any] | None) -> bool:
-        """Takes over what `state` returned; returns whether it was for as many ranks."""
+        """Restores the result of `state`; returns whether it was for the same number of ranks."""
         if self.measured is None or state is None or len(state["parts"]) != self._num_ranks:
             return False
         self.set_parts(state["parts"])
         self.speeds = None if state["speeds"] is None else tuple(state["speeds"])
         return True
-
-
-def _sums(parts: Sequence[int]) -> list[int]:
-    found = [0]
-    for part in parts:
-        found.append(found[-1] + part)
-    return found
-
-
-def _check_length(name: str, values: Any, num_ranks: int) -> None:
-    if len(values) != num_ranks:
-        raise checks.refuse(
-            name, values, f"one number for each of the {num_ranks} rank(s) that hold other rows"
-        )

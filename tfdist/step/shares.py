@@ -1,6 +1,6 @@
-"""Shares of a batch for ranks that are not equally fast: what is legal, and what follows from speeds.
+"""Shares of a batch for ranks that are not equally fast: checks, and shares in proportion to speeds.
 
-No TensorFlow: a launcher checks them before it is imported.
+Without TensorFlow: a launcher checks shares before importing it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from tfdist.utils import checks
 
-#: What the shares of all ranks add up to.
+#: The sum of the shares of all ranks.
 PARTS = 1 << 20
-#: No rank's share is smaller, beside the largest: it would not be measured any more.
+#: The smallest share relative to the largest: a rank with less could not be measured any more.
 _LEAST_OF_LARGEST = 1 / 64
-#: More than any rank has.
+#: The largest accepted ratio of two shares.
 MOST_RATIO = 1e4
 
 
@@ -28,16 +28,16 @@ class MeasuredShares:
     strategy = tfdist.strategies.auto(batch_shares=MeasuredShares(max_rows=[64, 16]))
     ```
 
-    `fit` measures how long each rank works in a step, without what it waits for others, and every so
-    many steps all ranks agree on new shares. tfdist/addons/unequal_ranks/README.md has the formulas.
+    `fit` measures the working time of each rank in a step, without the time it waits for others, and all
+    ranks periodically agree on new shares. See tfdist/addons/unequal_ranks/README.md for the formulas.
 
     Args:
-        smoothing: The weight of the newest measurement in a rank's speed, from above 0 to 1; 1 forgets
-            what was measured before.
-        hysteresis: Shares change only where that shortens a step by more than this part of it.
-        max_rows: The most rows that a rank gets of a batch, for its memory: one number for all ranks,
-            or one for each rank that holds other rows. None: what the free memory of its host has
-            room for, where ranks compute on CPUs; no limit on GPUs.
+        smoothing: The weight of the latest measurement in a rank's speed, above 0 and at most 1; 1 ignores
+            earlier measurements.
+        hysteresis: The fraction of the step time that new shares must save; otherwise they do not change.
+        max_rows: The largest number of rows of a batch for a rank, to limit its memory: one number for all
+            ranks, or one for each rank with different rows. None: limited by the free memory of the host
+            for ranks on CPUs; no limit on GPUs.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -60,17 +60,17 @@ class MeasuredShares:
 
 
 def check_batch_shares(value: Any) -> None:
-    """Checks `batch_shares` of a strategy, as far as that goes without knowing the ranks.
+    """Checks `batch_shares` of a strategy, without its number of ranks.
 
     Raises:
-        ValueError: It is neither None, "measured", a `MeasuredShares` nor a list of positive numbers.
+        ValueError: It is not None, "measured", a `MeasuredShares` or a list of positive numbers.
     """
     is_word = isinstance(value, str) and value == "measured"
     if value is None or isinstance(value, MeasuredShares) or is_word:
         return
     meaning = (
-        '"measured", a MeasuredShares, None, or a list of a positive number for each rank that holds '
-        f"other rows, the largest at most {MOST_RATIO:,.0f} times the smallest"
+        '"measured", a MeasuredShares, None, or a list with a positive number for each rank with '
+        f"different rows, the largest at most {MOST_RATIO:,.0f} times the smallest"
     )
     try:
         found = checks.numbers_of("batch_shares", value, minimum=0)
@@ -82,23 +82,21 @@ def check_batch_shares(value: Any) -> None:
 
 def parts_of(shares: Sequence[float]) -> tuple[int, ...]:
     """Integers that add up to `PARTS`, in proportion to positive numbers."""
-    total, bounds, sum_so_far = sum(shares), [0], 0.0
-    for share in shares:
-        sum_so_far += share
-        bounds.append(round(PARTS * (sum_so_far / total)))
+    total, sums = sum(shares), itertools.accumulate(shares, initial=0.0)
+    bounds = [round(PARTS * (sum_so_far / total)) for sum_so_far in sums]
     return tuple(high - low for low, high in itertools.pairwise(bounds))
 
 
 def balanced_rows(total: float, speeds: Sequence[float], most: Sequence[float]) -> list[float]:
-    """Divides rows in proportion to speeds, where no rank gets more than its most.
+    """Divides rows in proportion to speeds, within the limits of the ranks.
 
-    What a rank at its limit cannot take the others share in proportion to their speeds. Where all
-    are at their limits, rows are divided in proportion to these.
+    Rows beyond the limit of a rank are divided among the others in proportion to their speeds. If all ranks
+    reach their limits, rows are divided in proportion to the limits.
 
     Args:
-        total: How many rows there are.
-        speeds: Of each rank, in rows per second.
-        most: Of each rank, the most rows.
+        total: The number of rows.
+        speeds: The speed of each rank, in rows per second.
+        most: The limit of each rank, in rows.
     """
     if sum(most) <= total:
         return [total * each / sum(most) for each in most]
@@ -120,18 +118,13 @@ def balanced_rows(total: float, speeds: Sequence[float], most: Sequence[float]) 
 
 
 def are_shares(state: Any) -> bool:
-    """Whether a value of a file is what `RowShares.state` returns; raises, or is False, where not."""
+    """Whether a value from a file is a result of `RowShares.state`; False, or an exception, if not."""
     if state is None:
         return True
     parts, speeds = state["parts"], state["speeds"]
-    return (
-        all(type(part) is int and 0 <= part <= PARTS for part in parts)
-        and sum(parts) == PARTS
-        and (
-            speeds is None
-            or (
-                len(speeds) == len(parts)
-                and all(type(s) is float and 0 < s < float("inf") for s in speeds)
-            )
-        )
-    )
+    if not all(type(part) is int and 0 <= part <= PARTS for part in parts) or sum(parts) != PARTS:
+        return False
+    if speeds is None:
+        return True
+    are_numbers = all(type(speed) is float and 0 < speed < float("inf") for speed in speeds)
+    return len(speeds) == len(parts) and are_numbers

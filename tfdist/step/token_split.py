@@ -1,4 +1,4 @@
-"""How the ranks of the context axis divide a sequence: in zigzag chunks."""
+"""The split of a sequence over the ranks of the context axis, in zigzag chunks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
-    """The cut of a sequence into 2P chunks, of which rank i has chunks i and 2P-1-i.
+    """The split of a sequence into 2P chunks, of which rank i holds chunks i and 2P-1-i.
 
-    With causal attention a token costs more the later it comes. Of an early and a late chunk each
-    rank has as much to compute as the others.
+    With causal attention later tokens cost more. An early and a late chunk balance the work of the ranks.
 
-    All chunks have one size but for the end of the sequence: the last may be shorter or empty. So
-    the tokens that a rank lacks of two whole chunks are always at the end of what it has.
+    All chunks have the same size, except that chunks at the end of the sequence may be shorter or empty. So
+    the tokens that a rank lacks compared with two full chunks are always at the end of its part.
 
     Attributes:
         parts: The number of ranks, P.
         place: This rank's place among them.
         total: The number of tokens of the sequence: an int, or an int32 scalar tensor.
 
-    Source: Brandon et al. 2023, "Striped Attention"; Megatron-LM's context parallelism, whose order
-    of chunks this is.
+    Source: Brandon et al. 2023, "Striped Attention"; the order of chunks is that of Megatron-LM's context
+    parallelism.
     """
 
     parts: int
@@ -32,12 +31,12 @@ class TokenSplit:
 
     @property
     def is_even(self) -> bool:
-        """Whether it is known that all ranks have equally many tokens."""
+        """Whether all ranks are known to have the same number of tokens."""
         return isinstance(self.total, int) and self.total % (2 * self.parts) == 0
 
     @property
     def chunk(self) -> int | tf.Tensor:
-        """The size of a whole chunk."""
+        """The size of a full chunk."""
         return -(-self.total // (2 * self.parts))
 
     @property
@@ -46,34 +45,26 @@ class TokenSplit:
         return (self.parts - 1) * self.chunk >= self.total
 
     def bounds(self, place: int | None = None) -> list[tuple]:
-        """Begin and end, in the sequence, of the two chunks of a rank (default: this one)."""
+        """The begin and end in the sequence of the two chunks of a rank (default: this one)."""
         place = self.place if place is None else place
-        found = []
-        for chunk in (place, 2 * self.parts - 1 - place):
-            begin = chunk * self.chunk
-            found.append((_least(begin, self.total), _least(begin + self.chunk, self.total)))
-        return found
+        begins = [chunk * self.chunk for chunk in (place, 2 * self.parts - 1 - place)]
+        least = min if isinstance(self.total, int) else tf.minimum
+        return [(least(b, self.total), least(b + self.chunk, self.total)) for b in begins]
 
     def count(self, place: int | None = None) -> int | tf.Tensor:
-        """How many tokens a rank has (default: this one)."""
+        """The number of tokens of a rank (default: this one)."""
         return sum(end - begin for begin, end in self.bounds(place))
 
     def positions(self, place: int | None = None) -> tf.Tensor:
-        """Where a rank's tokens stand in the sequence: int32 of shape [count]."""
+        """The positions of a rank's tokens in the sequence: int32 of shape [count]."""
         return tf.concat([tf.range(begin, end) for begin, end in self.bounds(place)], axis=0)
 
     def take(self, whole, axis: int = 1) -> tf.Tensor:
-        """This rank's tokens of a tensor that has all of them along `axis`."""
+        """This rank's tokens of a tensor with all tokens along `axis`."""
         before = (slice(None),) * axis
         return tf.concat([whole[(*before, slice(*chunk))] for chunk in self.bounds()], axis=axis)
 
     def in_order(self, joined: tf.Tensor, axis: int = 1) -> tf.Tensor:
-        """The tokens of all ranks, rank after rank along `axis`, in the order of the sequence."""
+        """Reorders the tokens of all ranks, concatenated along `axis`, to the order of the sequence."""
         places = tf.concat([self.positions(place) for place in range(self.parts)], axis=0)
         return tf.gather(joined, tf.math.invert_permutation(places), axis=axis)
-
-
-def _least(first, second):
-    if isinstance(first, int) and isinstance(second, int):
-        return min(first, second)
-    return tf.minimum(first, second)

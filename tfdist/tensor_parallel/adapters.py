@@ -18,11 +18,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.attributes import variables_of_layer
-from tfdist.backend.keras.functional import without_values
+from tfdist.backend.keras.functional import is_deferred
 from tfdist.collectives import Group, broadcast
 from tfdist.collectives.mappings import copy_to_region
 from tfdist.sharding.layout import update_layout
-from tfdist.sharding.weights import check_by_entries, join_variable, split_variable
+from tfdist.sharding.weights import check_by_entries, split_variable, unslice_variable
 from tfdist.tensor_parallel.quantized import check_mode
 from tfdist.utils import checks
 
@@ -233,14 +233,14 @@ class Adapter:
         def call(*args, **kwargs):
             known = {id(variable) for variable in variables_of_layer(self.layer)}
             for part in self.parts:
-                join_variable(part.variable)
+                unslice_variable(part.variable)
             for variable in self.partial:
                 update_layout(variable, partial_over=None)
             try:
                 return method(*args, **kwargs)
             finally:
                 for variable in variables_of_layer(self.layer):
-                    if id(variable) not in known and not without_values(variable):
+                    if id(variable) not in known and not is_deferred(variable):
                         # Ranks may have drawn different values.
                         variable.assign(broadcast(variable.value, group, name="parallelize/values"))
                 self.describe()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.functional import without_values
+from tfdist.backend.keras.functional import is_deferred
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, broadcast
 from tfdist.experts.dispatch import are_there, through_experts
@@ -23,7 +23,7 @@ from tfdist.experts.permutation import sort_by_expert
 from tfdist.sharding.experts import check_experts, expert_group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import Slice
-from tfdist.sharding.weights import cut_variable
+from tfdist.sharding.weights import slice_variable
 from tfdist.step.context import current_strategy
 from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.banks import BANKS, Bank
@@ -90,7 +90,7 @@ class ExpertBlock:
         """Splits a variable by experts; under ZeRO-3, fewer ranks then share it."""
         was_sharded = isinstance(variable, ShardedVariable)
         unshard_variable(variable)
-        cut_variable(self.bank.layer, variable, Slice(group, 0, tuple(variable.shape)))
+        slice_variable(self.bank.layer, variable, Slice(group, 0, tuple(variable.shape)))
         strategy = current_strategy()
         if not was_sharded or strategy is None:
             return
@@ -188,7 +188,7 @@ def spread_experts(blocks: Sequence[ExpertBlock]) -> None:
     group = expert_group()
     for block in blocks:
         variables = block.bank.variables
-        deferred = any(without_values(variable) for variable in variables)
+        deferred = any(is_deferred(variable) for variable in variables)
         if deferred:
             block.apply(group)
             continue

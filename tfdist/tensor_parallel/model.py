@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.backend.keras.attributes import made_under, variables_of_layer
-from tfdist.backend.keras.functional import without_values
+from tfdist.backend.keras.functional import is_deferred
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, broadcast
 from tfdist.sharding.experts import expert_group
@@ -108,7 +108,7 @@ def parallelize(
     _check_state(model)
     if plan is None and any(layout_of(variable).slice for variable in model.weights):
         return model
-    deferred = any(without_values(variable) for variable in model.weights)
+    deferred = any(is_deferred(variable) for variable in model.weights)
     weights = list(model.weights)
     experts = find_experts(model)
     for bank in experts:

@@ -110,11 +110,11 @@ def boolean(name: str, value: Any) -> bool:
     raise refuse(name, value, "True or False")
 
 
-def text(name: str, value: Any, *, optional: bool = False, also: str = "") -> Any:
+def text(name: str, value: Any, *, optional: bool = False) -> Any:
     """Checks a non-empty string without control characters."""
     if isinstance(value, str) and value.strip() and value.isprintable():
         return value
-    return _none(name, value, "a non-empty string without control characters", optional, also)
+    return _none(name, value, "a non-empty string without control characters", optional)
 
 
 def one_of(name: str, value: Any, choices: Iterable, *, optional: bool = False) -> Any:
@@ -126,12 +126,12 @@ def one_of(name: str, value: Any, choices: Iterable, *, optional: bool = False) 
     return _none(name, value, f"one of {', '.join(map(repr, choices))}", optional)
 
 
-def path(name: str, value: Any, *, optional: bool = False, also: str = "") -> Any:
+def path(name: str, value: Any, *, optional: bool = False) -> Any:
     """Checks a path, which need not exist; returns it as a string."""
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if isinstance(found, str) and found.strip() and "\0" not in found:
         return found
-    return _none(name, value, "a non-empty path", optional, also)
+    return _none(name, value, "a non-empty path", optional)
 
 
 def instance(
@@ -161,20 +161,16 @@ def integers(
     """
     each = f"integers{_range(minimum, None)}" + (" or None" if none else "")
     check = functools.partial(integer, name, minimum=minimum, optional=none)
-    found = _each(value, check, empty)
-    return _none(name, value, _list_of(each, empty), optional) if found is None else found
+    return _each(name, value, check, each, optional, empty)
 
 
 def numbers_of(
     name: str, value: Any, *, minimum: float | None = None, above: float | None = None
 ) -> tuple:
     """Checks a list or tuple of finite numbers, and returns a tuple."""
-    found = _each(value, functools.partial(number, name, minimum=minimum, above=above), False)
-    if found is not None:
-        return found
     each = "finite numbers" + ("" if minimum is None else f" of at least {minimum:,}")
     each += "" if above is None else f" above {above:,}"
-    raise refuse(name, value, _list_of(each))
+    return _each(name, value, functools.partial(number, name, minimum=minimum, above=above), each)
 
 
 def sequence(name: str, value: Any, what: str) -> Sequence:
@@ -199,23 +195,17 @@ def _none(
     return None
 
 
-def _each(value: Any, check: Callable, empty: bool) -> tuple | None:
-    """The checked entries of a list, or None if it is not a list of such entries."""
+def _each(
+    name: str, value: Any, check: Callable, each: str, optional: bool = False, empty: bool = False
+) -> Any:
     # A shape may be a tf.TensorShape, and costs an array: anything with a length and an order.
-    if isinstance(value, str | bytes | dict | set | frozenset) or not hasattr(value, "__len__"):
-        return None
-    try:
-        entries = tuple(value)
-    except Exception:  # Code of the value may raise any error.
-        return None
-    with contextlib.suppress(ValueError):
-        if entries or empty:
-            return tuple(check(entry) for entry in entries)
-    return None
-
-
-def _list_of(what: str, empty: bool = True) -> str:
-    return f"a {'' if empty else 'non-empty '}list or tuple of {what}"
+    if hasattr(value, "__len__") and not isinstance(value, str | bytes | dict | set | frozenset):
+        with contextlib.suppress(Exception):  # Code of the value may raise any error.
+            entries = tuple(value)
+            if entries or empty:
+                return tuple(map(check, entries))
+    words = f"a {'' if empty else 'non-empty '}list or tuple of {each}"
+    return _none(name, value, words, optional)
 
 
 def _range(minimum: int | None, maximum: int | None) -> str:

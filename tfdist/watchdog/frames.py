@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 _lock = threading.Lock()
 _SAMPLES, _SAMPLE_SECONDS = 7, 0.005
+_TASKS = Path("/proc/self/task")
 _KINDS = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 _PLACE_OF_FRAME = operator.attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 #: The folders of code that is not the user's: this package's, the installed packages', and Python's.
@@ -86,16 +87,13 @@ def is_idle() -> bool:
 
 
 def _others_run() -> bool:
-    own = threading.get_native_id()
-    try:
-        threads = [int(name) for name in os.listdir("/proc/self/task")]
-    except FileNotFoundError:
+    if not _TASKS.exists():
         return True
-    for thread in threads:
+    for task in _TASKS.iterdir():
         # A thread may end in the meantime.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
-            if thread != own and state in "RD":
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            if state in "RD" and task.name != str(threading.get_native_id()):
                 return True
     return False
 

@@ -78,7 +78,7 @@ class Report:
             and all(len(call["name"]) <= _LONGEST_NAME for call in message["blocked"])
             and all(type(place) is int for place in message["lacks"])
         ):
-            raise ValueError(f"a report that is malformed: {one_line(message, 200)}")
+            raise ValueError(f"a report that is not valid: {one_line(message, 200)}")
         lists = ("waiting", "blocked")
         return cls(
             **{

@@ -102,12 +102,7 @@ class Watchdog:
         report = Report(
             self._engine.rank,
             waiting=[
-                {
-                    "name": call.name,
-                    "ranks": list(call.ranks),
-                    "occurrence": call.occurrence,
-                    "seconds": now - since,
-                }
+                {**dataclasses.asdict(call), "seconds": now - since}
                 for call, since in sorted(self._since.items(), key=lambda item: item[1])
             ],
             blocked=[dataclasses.asdict(call) for call in blocked],
@@ -140,9 +135,7 @@ class Watchdog:
             return Report(self._engine.rank, doing=f"an unknown place: {error}")
 
     def _warn(self, warning: str) -> None:
-        print(
-            f"tfdist watchdog on rank {self._engine.rank}: {warning}", file=sys.stderr, flush=True
-        )
+        _print(f"tfdist watchdog on rank {self._engine.rank}: {warning}")
 
     def _end(self, verdict: str) -> None:
         self._verdict.set()
@@ -156,6 +149,10 @@ class Watchdog:
         finally:
             # Also if printing failed: a rank that does not end would hang.
             os._exit(ENDED_BY_WATCHDOG)
+
+
+def _print(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _failed(report: Report, error: BaseException) -> Report:
@@ -173,11 +170,9 @@ def startup_guard(timeout: float, what: str) -> Iterator[None]:
 
     def end():
         try:
-            print(
-                f"tfdist watchdog: {what} took more than {timeout:g} s. A rank did not start, "
-                "died, or is unreachable. Ending this rank.",
-                file=sys.stderr,
-                flush=True,
+            _print(
+                f"tfdist watchdog: {what} took more than {timeout:g} s. A rank did not start, died, or "
+                "is unreachable. Ending this rank."
             )
         finally:
             os._exit(ENDED_BY_WATCHDOG)

@@ -1,6 +1,6 @@
 """ZeRO-3: parameters are sharded when layers make them, and gathered when layers are called.
 
-A strategy with `zero_stage=3` imports it.
+A strategy with `zero_stage=3` imports this module.
 """
 
 from __future__ import annotations
@@ -9,19 +9,14 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.private import get_keras_mask, in_stateless_scope, set_keras_mask
-from tfdist.zero.sharded_variable import (
-    ShardedVariable,
-    as_shards,
-    is_given,
-    shard_variable,
-)
+from tfdist.zero.sharded_variable import ShardedVariable, as_shards, is_given, shard_variable
 from tfdist.zero.unshard import gathered
 
 __all__ = ["as_shards", "call_gathered", "shard_variable"]
 
 
 def call_gathered(original, self, *args, **kwargs):
-    """The outermost layer that has parameters gathers them; a model leaves that to its layers."""
+    """Gathers the parameters of an outermost layer for a call; the layers of a model gather theirs."""
     if not ShardedVariable.exist or isinstance(self, keras.Model) or in_stateless_scope():
         return original(self, *args, **kwargs)
     sharded = [v for v in self.variables if isinstance(v, ShardedVariable) and not v.is_whole]

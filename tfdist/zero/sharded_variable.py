@@ -1,9 +1,8 @@
-"""ZeRO-3: Keras variables of which a rank keeps its flat shard, whole while a layer needs them.
+"""ZeRO-3: Keras variables of which a rank stores its flat shard, whole while a layer uses them.
 
-A layer reads `variable.value` and gets the array, as it would from any variable. What an
-optimizer, a gradient tape or a file see is the shard. All parameters of an outermost layer, as of
-a transformer block, are gathered in one collective when it is called, and their gradients are
-reduced in one on the way back.
+A layer reads `variable.value` and receives the array, as from any variable. Optimizers, gradient tapes and
+files see the shard. All parameters of an outermost layer, such as a transformer block, are gathered in one
+collective when it is called, and their gradients are reduced in one collective in the backward pass.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from tfdist.collectives import Group
 from tfdist.sharding.collectives import all_gather_arrays
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.parts import FlatShard, deep_copy
+from tfdist.utils.temporary import attributes_set
 from tfdist.zero.sharded_gradients import flat_shard, packed, shard_gradients
 
 
@@ -42,13 +42,13 @@ _local = _Local()
 
 
 class ShardedVariable(HookedVariable):
-    """A Keras variable whose value lies in flat shards on the ranks of a group.
+    """A Keras variable whose value is stored in flat shards on the ranks of a group.
 
-    Made of an ordinary one by `shard_variable`. To Keras it has its whole shape; reading its value
-    is a collective, unless its layer has gathered it already.
+    `shard_variable` converts an ordinary variable. For Keras it has its whole shape. Reading its value is a
+    collective, unless its layer has gathered it already.
     """
 
-    #: Whether there is one in this process: each call of a layer asks.
+    #: Whether there is one in this process; checked in each call of a layer.
     exist = False
 
     _sharding_group: Group
@@ -56,16 +56,16 @@ class ShardedVariable(HookedVariable):
 
     @property
     def _own(self) -> Any:
-        """The variable that holds the shard; None before it is there, and once it was let go."""
+        """The variable that holds the shard; None before it is created, and after it was freed."""
         return None if self._shard is None else self._shard()
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has no value yet, or stands for its global array, as while it is saved."""
+        """Whether it has no value yet, or holds its global array, as while it is saved."""
         return self._own is None or stored_value(self) is not self._own
 
     def store(self, value) -> None:
-        """Makes the memory of the shard, with its part of the first array."""
+        """Creates the variable of the shard, with its part of the initial array."""
         array = value() if callable(value) else value
         array = array if isinstance(array, StoredArray) else tf.convert_to_tensor(array)
         shard = FlatShard(self._sharding_group, tuple(array.shape))
@@ -76,38 +76,34 @@ class ShardedVariable(HookedVariable):
 
     @property
     def value(self):
-        """The array; inside `as_shards` the variable that holds the shard."""
+        """The array; inside `as_shards`, the variable that holds the shard."""
         if self.is_whole:
             return super().value
         if _local.as_shards:
             return self._own
         array = _local.given.get(id(self))
-        if array is None:
-            array = self._outside_of_its_layer()
+        if array is None and in_stateless_scope():
+            # Keras infers the shapes of outputs, and computes nothing.
+            array = tf.zeros(super().shape, stored_dtype(self))
+        elif array is None:
+            (array,) = gather_arrays([self], f"parameters/{self.path}")
         return autocast(self)(array)
-
-    def _outside_of_its_layer(self) -> tf.Tensor:
-        if in_stateless_scope():
-            # Keras asks what shapes come out, and computes nothing.
-            return tf.zeros(super().shape, stored_dtype(self))
-        (array,) = gather_arrays([self], f"parameters/{self.path}")
-        return array
 
     @property
     def shape(self):
-        """That of the array; inside `as_shards` that of the shard."""
+        """The shape of the array; inside `as_shards`, of the shard."""
         if _local.as_shards and not self.is_whole:
             return self._own.shape
         return super().shape
 
     @property
     def handle(self):
-        """What gradient tapes know the shard by."""
+        """The handle by which gradient tapes identify the shard."""
         return stored_value(self).handle
 
     @property
     def constraint(self):
-        """As it is called: inside `as_shards` it sees the whole array, and returns a shard."""
+        """The constraint; inside `as_shards` it is called with the whole array, and returns a shard."""
         rule = super().constraint
         if rule is None or not _local.as_shards or self.is_whole:
             return rule
@@ -118,7 +114,7 @@ class ShardedVariable(HookedVariable):
         HookedVariable.constraint.fset(self, value)
 
     def overwrite(self, value) -> None:
-        """Assigns a whole array; inside `as_shards` a shard."""
+        """Assigns a whole array; inside `as_shards`, a shard."""
         if self.is_whole or _local.as_shards:
             super().overwrite(value)
             return
@@ -131,10 +127,10 @@ class ShardedVariable(HookedVariable):
 
 
 def shard_variable(variable: keras.Variable, group: Group) -> None:
-    """Makes a Keras variable one of which this rank keeps its shard.
+    """Shards a Keras variable, in place.
 
     Args:
-        variable: The variable, with the same value on all ranks, or with none yet.
+        variable: The variable, with the same value on all ranks, or no value yet.
         group: The ranks.
     """
     before = stored_value(variable)
@@ -147,7 +143,7 @@ def shard_variable(variable: keras.Variable, group: Group) -> None:
 
 
 def unshard_variable(variable: keras.Variable) -> None:
-    """Makes a sharded variable an ordinary one again, with the whole array; every rank calls this."""
+    """Makes a sharded variable ordinary again, with the whole array; all ranks must call this."""
     if not isinstance(variable, ShardedVariable):
         return
     whole = None if variable._own is None else tf.convert_to_tensor(variable.value)
@@ -157,36 +153,30 @@ def unshard_variable(variable: keras.Variable) -> None:
         renew(variable, whole)
 
 
-@contextlib.contextmanager
-def as_shards() -> Iterator[None]:
-    """Inside, sharded variables are their shards: for optimizers, which work on those."""
-    before, _local.as_shards = _local.as_shards, True
-    try:
-        yield
-    finally:
-        _local.as_shards = before
+def as_shards() -> contextlib.AbstractContextManager[None]:
+    """A context in which sharded variables are their shards, for optimizers."""
+    return attributes_set(_local, as_shards=True)
 
 
 @contextlib.contextmanager
 def given(variables: Sequence[ShardedVariable], arrays: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Inside, reading these variables costs nothing."""
+    """A context in which reading these variables returns the given arrays."""
     before = {id(v): _local.given.get(id(v)) for v in variables}
     _local.given |= {id(v): array for v, array in zip(variables, arrays, strict=True)}
     try:
         yield
     finally:
-        for key, array in before.items():
-            if array is None:
-                _local.given.pop(key, None)
-            else:
-                _local.given[key] = array
+        restored = (_local.given | before).items()
+        _local.given = {key: array for key, array in restored if array is not None}
 
 
 def _renew_given(variable: ShardedVariable, value) -> None:
-    """After an assignment by the layer itself: what it reads from here on, with the gradient of a read."""
+    """Replaces the array that a layer reads after it has assigned one; the gradient stays that of a read."""
     array = _local.given[id(variable)]
     if tf.is_symbolic_tensor(array) and array.graph is not tf.compat.v1.get_default_graph():
-        del _local.given[id(variable)]  # In a branch: the layer gathers it when it reads it.
+        del _local.given[
+            id(variable)
+        ]  # In a branch: the layer gathers the variable again when it reads it.
         return
 
     @custom_gradient
@@ -197,7 +187,7 @@ def _renew_given(variable: ShardedVariable, value) -> None:
 
 
 def holds(variable: ShardedVariable, array: tf.Tensor) -> bool:
-    """Whether a read gives the very array that was given."""
+    """Whether a variable still has the array that it was given."""
     return _local.given.get(id(variable)) is array
 
 
@@ -220,14 +210,14 @@ def gather_arrays(
 ) -> list[tf.Tensor]:
     """The arrays; their gradients are reduced as the strategy reduces those of any parameter.
 
-    Those that are frozen when this is called have no gradient: a collective is run whether or not
-    anything takes its result, and so would be the products that it is given.
+    Variables that are frozen when this is called have no gradient: TensorFlow would run its collective, and
+    compute its input, even if the result is not used.
 
     Args:
         variables: The variables.
-        name: What they serve, for messages.
-        on_gradient: Called when all that takes the gradients of the arrays is in the graph, and
-            before they are reduced.
+        name: The name of the collectives, for messages.
+        on_gradient: Called before the gradients of the arrays are reduced, when their computation is in
+            the graph.
         on_reduced: Called with the gradients of the shards.
     """
     _refuse_rows(name)
@@ -257,13 +247,13 @@ def gather_arrays(
 
 
 def _refuse_rows(name: str) -> None:
-    """Raises where parameters are gathered once for each row: ranks may have other numbers of rows.
+    """Checks that parameters are not gathered once for each row: ranks may have different numbers of rows.
 
     Raises:
         NotImplementedError: A function of `vectorized_map`, `map_fn` or `jacobian` is traced.
     """
     if not tf.executing_eagerly() and is_called_for_rows():
         raise NotImplementedError(
-            "ZeRO-3 cannot gather parameters inside of `tf.vectorized_map`, `tf.map_fn` or "
+            "ZeRO-3 cannot gather parameters inside `tf.vectorized_map`, `tf.map_fn` or "
             f"`tape.jacobian`. Received: a use of {name} there. Use zero_stage=2."
         )

@@ -1,9 +1,8 @@
-"""ZeRO-3 in a step's graph: when parameters are gathered, and that the backward pass does it again.
+"""ZeRO-3 in the graph of a step: the gathering of parameters, and a second one for the backward pass.
 
-TensorFlow's gradients use the very tensors of the forward pass, so parameters that were gathered
-for it would stand until the backward pass is through with them. What the backward pass takes of a
-layer's parameters is taken from a second gathering instead, which begins when the backward pass
-reaches the layer behind it.
+TensorFlow's gradients use the tensors of the forward pass, so gathered parameters would stay in memory until
+the backward pass has used them. Instead, the backward pass uses the parameters of a second gathering, which
+begins when it reaches the layer after.
 """
 
 from __future__ import annotations
@@ -17,15 +16,9 @@ import tensorflow as tf
 
 from tfdist.backend.graph.rematerialize import Region, replace
 from tfdist.zero.sharded_gradients import shard_gradients
-from tfdist.zero.sharded_variable import (
-    ShardedVariable,
-    gather_arrays,
-    given,
-    holds,
-    read_arrays,
-)
+from tfdist.zero.sharded_variable import ShardedVariable, gather_arrays, given, holds, read_arrays
 
-#: Operations that a layer may put between a parameter and its use, cheap enough to be repeated.
+#: Operations that a layer may apply to a parameter before its use, cheap enough to repeat.
 _CHEAP = frozenset(
     [
         "Cast",
@@ -45,7 +38,7 @@ _CHEAP = frozenset(
     ]
 )
 
-#: By graph, the calls of layers whose parameters were gathered for them, in order.
+#: By graph, the calls of layers with gathered parameters, in order.
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -53,7 +46,7 @@ _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def gathered(
     name: str, variables: Sequence[ShardedVariable], inputs: Sequence[tf.Tensor]
 ) -> Iterator[Callable]:
-    """Gathers a layer's parameters, for as long as it is called.
+    """Gathers the parameters of a layer for the duration of a call.
 
     Args:
         name: The layer's name.
@@ -61,7 +54,7 @@ def gathered(
         inputs: The tensors that it is called with.
 
     Yields:
-        A function for what the layer returns, which returns it to go on with.
+        A function to apply to the outputs of the layer.
     """
     what = f"parameters/{name}"
     if tf.executing_eagerly():
@@ -70,14 +63,14 @@ def gathered(
         return
     calls = _calls.setdefault(tf.compat.v1.get_default_graph(), [])
     call = _Call(what, variables, inputs)
-    # One layer ahead, not all at once: when the layer before this one has its inputs.
+    # One layer ahead: the gathering starts when the layer before this one has its inputs.
     with tf.control_dependencies([tensor for before in calls[-1:] for tensor in before.inputs]):
         call.arrays = gather_arrays(variables, what, call.gather_again, call.reduced.extend)
     calls.append(call)
     call.region = Region()
     with given(variables, call.arrays):
         yield call.region.end
-        # A second gathering would give the backward pass what the layer has assigned.
+        # A second gathering would return the values that the layer has assigned.
         call.assigns = not all(map(holds, variables, call.arrays))
 
 
@@ -85,15 +78,15 @@ def gathered(
 def gathered_for_step(
     groups: Sequence[Sequence[ShardedVariable]], name: str
 ) -> Iterator[Callable[[Mapping[int, Any]], dict[int, Any]]]:
-    """Gathers parameters before a step that runs its layers many times, as a pipeline does.
+    """Gathers parameters before a step that runs its layers many times, such as that of a pipeline.
 
     Args:
-        groups: The variables; those of a group travel together.
-        name: What they serve, for messages.
+        groups: The variables; those of a group are sent together.
+        name: The name of the collectives, for messages.
 
     Yields:
-        A function from gradients of the arrays, by the id of the variable, to those of shards,
-        reduced over the ranks. Other gradients it leaves as they are. It is called once.
+        A function from gradients of the arrays, by the id of the variable, to gradients of the shards,
+        reduced over the ranks. It does not change other gradients, and must be called once.
     """
     variables = [variable for group in groups for variable in group]
     arrays: list[tf.Tensor] = []
@@ -114,7 +107,7 @@ def gathered_for_step(
 
 
 class _Call:
-    """A call of a layer whose parameters were gathered for it."""
+    """A call of a layer with gathered parameters."""
 
     arrays: list[tf.Tensor]
     region: Region
@@ -130,14 +123,14 @@ class _Call:
         calls = _calls[graph]
         behind = [c for c in calls[calls.index(self) + 1 :] if c.region.backward is not None]
         if self.region.backward is None or not behind or self.assigns:
-            # The layer that the forward pass ends with is needed again at once.
+            # The last layer of the forward pass is needed again at once.
             return
         if not all(call.region.is_passed_once for call in (self, *behind)):
             return
         made = [tensor for o in self._made_of_parameters() for tensor in o.outputs]
         if _is_followed_by_collective([*self.arrays, *made], self.region.backward):
             return
-        # Where ranks compute faster than they talk, gradients on their way must not pile up.
+        # Where computation is faster than communication, gradients in flight must not accumulate.
         earlier = [shard for call in behind[1:2] for shard in call.reduced]
         with graph.as_default(), tf.control_dependencies([*behind[0].region.arrived, *earlier]):
             arrays = read_arrays(self.variables, f"{self.what}/again")
@@ -146,7 +139,7 @@ class _Call:
         replace(self.arrays, arrays, self.region.backward)
 
     def _made_of_parameters(self) -> list[tf.Operation]:
-        """The operations of the layer that only bring parameters into another form."""
+        """The operations of the layer that only reshape, slice or cast parameters."""
         known = {array.name for array in self.arrays}
         found = []
         for operation in self.region.operations():
@@ -158,16 +151,15 @@ class _Call:
 
 
 def _is_followed_by_collective(arrays: Sequence[tf.Tensor], backward: int) -> bool:
-    """Whether a collective that is in the graph already waits for what is made of arrays.
+    """Whether a collective in the graph depends on arrays.
 
-    TensorFlow runs its collectives in the order in which they were traced. A second gathering would
-    have to run after such a collective, and before it. The backward pass is traced breadth-first, so
-    a layer whose parameters are far from its inputs, as the relative positions of T5, can be through
-    later than the layer before it.
+    TensorFlow runs its collectives in the order in which they were traced. A second gathering would have to
+    run both after and before such a collective. The backward pass is traced breadth-first, so it can finish
+    a layer whose parameters are far from its inputs, such as T5's relative positions, after the layer before.
 
     Args:
         arrays: Tensors of one graph.
-        backward: How many operations the graph had when the backward pass through their layer began.
+        backward: The number of operations in the graph when the backward pass through their layer began.
     """
     late = arrays[0].graph.get_operations()[backward:]
     if not any(operation.type.startswith("Collective") for operation in late):
@@ -175,7 +167,7 @@ def _is_followed_by_collective(arrays: Sequence[tf.Tensor], backward: int) -> bo
     reached = {array.name for array in arrays}
     waits = [[t.name for t in o.inputs] + [c.name for c in o.control_inputs] for o in late]
     found = -1
-    while found != len(reached):  # Uses that were replaced make operations take later ones.
+    while found != len(reached):  # Replaced uses can depend on later operations.
         found = len(reached)
         for operation, before in zip(late, waits, strict=True):
             if operation.name not in reached and not reached.isdisjoint(before):

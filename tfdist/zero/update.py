@@ -1,4 +1,4 @@
-"""The optimizer's step where each rank updates its flat shards of parameters that all hold."""
+"""The update by an optimizer where each rank updates its flat shards of replicated parameters."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from tfdist.gradients.throttle import MAX_IN_FLIGHT_SHARDED
 from tfdist.sharding.collectives import all_gather_arrays
 from tfdist.sharding.parts import FlatShard
 from tfdist.step.gradient_options import GradientOptions
+from tfdist.utils.places import places_by
 
 
 class LocalShard:
-    """This rank's flat shard of a parameter, as an optimizer looks at a `tf.Variable`.
+    """This rank's flat shard of a parameter, with the interface of a `tf.Variable` for optimizers.
 
-    What is assigned stays here until `all_gather_parameters` gives it to the parameter.
+    Assigned values are kept here until `all_gather_parameters` assigns them to the parameter.
 
     Args:
         variable: The parameter.
-        shard: How it is cut.
+        shard: Its flat shard.
 
     Attributes:
         is_changed: Whether something was assigned.
@@ -30,14 +31,14 @@ class LocalShard:
         self.variable, self.shard = variable, shard
         self.name, self.dtype, self.device = variable.name, variable.dtype, variable.device
         self.shape = tf.TensorShape([shard.share])
-        # What optimizers find their state for a variable by.
+        # Optimizers find the state of a variable by this id.
         self._unique_id = variable._unique_id
         self._value: tf.Tensor | None = None
         self.is_changed = False
 
     @property
     def value(self) -> tf.Tensor:
-        """The shard: what was assigned last."""
+        """The shard, with the last assignment."""
         if self._value is None:
             self._value = self.shard.local_shard(tf.convert_to_tensor(self.variable))
         return self._value
@@ -55,7 +56,7 @@ class LocalShard:
         self.assign(self.value - tf.cast(value, self.dtype))
 
     def scatter_add(self, slices: tf.IndexedSlices) -> None:
-        """Adds to some entries of the shard; to one that is named twice both."""
+        """Adds to some entries of the shard; duplicate indices add up."""
         self.assign_add(tf.convert_to_tensor(slices))
 
     def scatter_sub(self, slices: tf.IndexedSlices) -> None:
@@ -78,27 +79,22 @@ class LocalShard:
 
 
 def all_gather_parameters(views: Sequence[LocalShard], options: GradientOptions) -> None:
-    """Gives all ranks what each has assigned to its shards.
+    """Assigns to each parameter the shards that the ranks have updated.
 
     Args:
         views: The shards.
-        options: How gradients travel; parameters do in buckets of the same size.
+        options: How gradients are sent; parameters are sent in buckets of the same size.
     """
-    found: list[Sequence[int]] = []
-    for group in dict.fromkeys(view.shard.group for view in views):
-        whole = [(p, view.variable) for p, view in enumerate(views) if view.shard.group == group]
-        found += buckets(whole, options.bucket_bytes)
+    found: list[list[int]] = []
+    for places in places_by(view.shard.group for view in views).values():
+        found += buckets([(p, views[p].variable) for p in places], options.bucket_bytes)
     assigned: list[list] = []
     for number, bucket in enumerate(found):
         some = [views[place] for place in bucket]
-        # The old parameters of a bucket go before the new ones of the next but one come.
+        # The old parameters of a bucket are freed before those of the next but one are gathered.
         gone = assigned[-MAX_IN_FLIGHT_SHARDED] if number >= MAX_IN_FLIGHT_SHARDED else []
         with tf.control_dependencies(gone):
             own = [tf.identity(view.value) for view in some]
         arrays = all_gather_arrays(own, [view.shard for view in some], f"parameters/bucket{number}")
-        assigned.append(
-            [
-                view.variable.assign(array, read_value=False)
-                for view, array in zip(some, arrays, strict=True)
-            ]
-        )
+        pairs = zip(some, arrays, strict=True)
+        assigned.append([view.variable.assign(array, read_value=False) for view, array in pairs])

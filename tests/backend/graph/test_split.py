@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backend.graph.split import carve
+from tfdist.backend.graph.split import split_graph
 from tfdist.backend.keras.functional import trace_graph
 
 
@@ -26,7 +26,7 @@ def test_what_a_part_calls_lives_as_long_as_the_part():
     (source,) = (tensor.name for tensor in graph.inputs)
     group = set(graph.get_operations()) - {tensor.op for tensor in graph.inputs}
     assert sum(operation.type in ("If", "StatelessIf") for operation in group) == 2
-    (part,) = carve(graph, [group], [graph.outputs])
+    (part,) = split_graph(graph, [group], [graph.outputs])
     gone = weakref.ref(graph)
     del graph, group
     gc.collect()

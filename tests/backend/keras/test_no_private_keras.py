@@ -249,7 +249,7 @@ def test_new_memory_may_have_another_shape():
     attributes.stored_shape.set(variable, (2,))
     assert variable.shape == (2,)
     assert variable.numpy().tolist() == [4.0, 5.0]
-    assert not functional.without_values(variable)
+    assert not functional.is_deferred(variable)
 
 
 def test_a_function_that_keras_lacks_is_refused():

@@ -32,7 +32,9 @@ def check_description(storage: Storage, name: str, array: Array) -> None:
     path = f"arrays/{name}/zarr.json"
     content = storage.read(path, _DESCRIPTION_BYTES)
     if content is None:
-        raise StorageError(f"The array `{name}` in {storage.path} is not valid: zarr.json is missing.")
+        raise StorageError(
+            f"The array `{name}` in {storage.path} is not valid: zarr.json is missing."
+        )
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

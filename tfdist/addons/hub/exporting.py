@@ -26,7 +26,7 @@ from absl import logging
 from tfdist.addons.hub.merging import check_mergeable, merged_model, quantization_modes
 from tfdist.backend.keras.patching import Patch
 from tfdist.sharding.layout import layout_of
-from tfdist.strategies.keras_patches.local_steps import global_parameters
+from tfdist.step.local_steps import global_parameters
 from tfdist.strategies.keras_patches.saving import write_once
 from tfdist.utils import checks
 

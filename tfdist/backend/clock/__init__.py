@@ -1,1 +1,1 @@
-"""Time stamps in the graph of a step, and the intervals that they enclose."""
+"""Time stamps in the graph of a step, and the intervals between them."""

@@ -1,4 +1,4 @@
-"""Stretches of time, as pairs of a begin and an end."""
+"""Time intervals, as pairs of a begin and an end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
+    """The union of intervals: disjoint intervals, in order."""
     found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if end <= begin:
-            continue
+    for begin, end in sorted(each for each in intervals if each[1] > each[0]):
         if found and begin <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
@@ -21,17 +19,17 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How long a union is."""
+    """The total length of a union."""
     return sum(end - begin for begin, end in intervals)
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What is in both of two unions."""
+    """The intersection of two unions."""
     return [(max(a, c), min(b, d)) for a, b in one for c, d in other if min(b, d) > max(a, c)]
 
 
 def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What is in a union and not in another."""
+    """The difference of two unions."""
     found = []
     for begin, end in one:
         for low, high in other:

@@ -1,8 +1,7 @@
-"""The numbers that the graph of a step has noted, and where it leaves them until they are read."""
+"""The numbers that the graph of a step has recorded, and the buffer that stores them until they are read."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -11,20 +10,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.backend.clock.stamps import Cell, Column
+from tfdist.utils.places import places_by
 
-#: How many rows a graph keeps until they are read.
+#: The number of rows that a graph stores until they are read.
 _CAPACITY = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class CallPlaces:
-    """Where the numbers of a collective are in a row.
+    """The indices of the numbers of a collective in a row.
 
     Attributes:
-        column: What the collective is.
-        begin: Of the stamp of its begin.
-        end: Of that of its end.
-        size: Of its bytes; None where the column knows them.
+        column: The description of the collective.
+        begin: The index of the stamp of its begin.
+        end: The index of the stamp of its end.
+        size: The index of its bytes; None if the column has them.
     """
 
     column: Column
@@ -38,23 +38,19 @@ class CallPlaces:
 
 
 class Columns(tuple[Column, ...]):
-    """What the numbers of a row are. Where each is gets found once, for rows of all steps."""
+    """The meaning of the numbers of a row. Their indices are computed once for the rows of all steps."""
 
     @functools.cached_property
     def places(self) -> dict[str, list[int]]:
-        """By kind where its numbers are, in the order in which the graph was made."""
-        found: dict[str, list[int]] = {}
-        for place, column in enumerate(self):
-            found.setdefault(column.kind, []).append(place)
-        return found
+        """The indices of the numbers of each kind, in the order of the graph."""
+        return places_by(column.kind for column in self)
 
     @functools.cached_property
     def calls(self) -> list[CallPlaces]:
-        """The collectives, in the order in which they begin in the graph."""
-        # Eagerly, several collectives of a step may have one name: they end in the order of their begins.
-        waiting: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
-        for place, column in enumerate(self):
-            waiting[column.kind, column.name].append(place)
+        """The collectives, in the order of their begins in the graph."""
+        # Eagerly, several collectives of a step may have the same name: they end in the order of their
+        # begins.
+        waiting = places_by((column.kind, column.name) for column in self)
         found = []
         for place in self.places.get("call", ()):
             column = self[place]
@@ -66,7 +62,7 @@ class Columns(tuple[Column, ...]):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was noted of one step on this rank."""
+    """The record of one step on this rank."""
 
     columns: Columns
     values: np.ndarray
@@ -77,17 +73,16 @@ class Row:
         return self.values.tolist()
 
     def all_of(self, kind: str) -> list[float]:
-        """The numbers of a kind, in the order in which the graph was made."""
+        """The numbers of a kind, in the order of the graph."""
         return [self.numbers[place] for place in self.columns.places.get(kind, ())]
 
     def first(self, kind: str, default: float = float("nan")) -> float:
         """The first number of a kind."""
-        found = self.columns.places.get(kind)
-        return self.numbers[found[0]] if found else default
+        return next(iter(self.all_of(kind)), default)
 
 
 class RowBuffer:
-    """Where a graph of the training step leaves its rows; the newest 64 are kept."""
+    """Stores the newest 64 rows of a graph of the training step."""
 
     def __init__(self, columns: Columns):
         self.columns = columns

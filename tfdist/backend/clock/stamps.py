@@ -1,10 +1,10 @@
-"""What takes the time of a training step: stamps in its graph, and timers in the program.
+"""Measurements of a training step: time stamps in its graph, and timers in the program.
 
-`tfdist.callbacks.Monitor` asks for them and reads them. A step that nobody watches is traced without
-any stamp, and a timer that nobody listens to does nothing.
+`tfdist.callbacks.Monitor` enables and reads them. A step that is not monitored is traced without stamps,
+and a timer without a listener does nothing.
 
-Stamps are seconds since the epoch, by the system's clock: the one clock that operations of a graph
-(`tf.timestamp`) and Python have in common.
+Stamps are seconds since the epoch, by the system's clock: the only clock that is available to operations
+of a graph (`tf.timestamp`) and to Python.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.utils import checks
+from tfdist.utils.temporary import attributes_set
 
 _serial_numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What a number of a step's row is.
+    """The meaning of a number in a step's row.
 
     Attributes:
-        kind: "begin", "start", "gradients", "reduced", "updated" or "end": stamps of the step, the
-            n-th of "gradients", "reduced" and "updated" belonging together; "call" and "done": those
-            of a collective; "rows", "tokens", "norm": numbers.
-        name: Of a collective its name.
-        lane: Of a collective what carries it.
-        size: Of a collective the bytes of what this rank gives or gets; None where only the run knows.
-        ranks: Of a collective the ranks that take part.
-        in_background: Whether a collective runs beside the computation: one of gradients.
+        kind: "begin", "start", "gradients", "reduced", "apply", "updated" or "end": stamps of the step,
+            of which the n-th "gradients", "reduced" and "updated" belong together; "call" and "done":
+            stamps of a collective; "size": its bytes; "rows", "tokens", "norm": numbers.
+        name: The name of a collective.
+        lane: The transport of a collective.
+        size: The bytes of this rank's input of a collective; None if unknown in the graph.
+        ranks: The ranks of a collective.
+        in_background: Whether a collective runs concurrently with the computation: one of gradients.
     """
 
     kind: str
@@ -50,33 +51,32 @@ class Column:
 class Cell:
     """A number that a graph writes, and that another graph, or any thread, reads.
 
-    A bare resource, since a `tf.Variable` cannot be made while a `tf.function` is traced.
+    A bare resource, since a `tf.Variable` cannot be created while a `tf.function` is traced.
     """
 
     def __init__(self, value: float = 0.0, shape: Sequence[int] = (), dtype: tf.DType = tf.float64):
         self.dtype = dtype
+        name = f"tfdist-clock-{next(_serial_numbers)}"
         with tf.init_scope(), tf.device("/CPU:0"):
-            self.handle = tf.raw_ops.VarHandleOp(
-                dtype=dtype, shape=list(shape), shared_name=f"tfdist-clock-{next(_serial_numbers)}"
-            )
+            self.handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=list(shape), shared_name=name)
             first = tf.fill(list(shape), tf.constant(value, dtype))
             tf.raw_ops.AssignVariableOp(resource=self.handle, value=first)
 
     def write(self, value: tf.Tensor) -> None:
-        """Sets it."""
+        """Sets the number."""
         tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
     def read(self) -> tf.Tensor:
-        """Its value."""
+        """The number."""
         return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
 
 
 class Stamps:
-    """The stamps of one step, while it is traced or runs eagerly.
+    """The stamps of one step, during its trace or its eager execution.
 
     Args:
-        wants_norm: Whether the step computes the norm of its gradients, which costs a pass over them:
-            a cell that is not 0 in steps that do.
+        wants_norm: A cell that is not 0 in steps that compute the norm of their gradients, which costs
+            a pass over them.
     """
 
     def __init__(self, wants_norm: Cell | None = None):
@@ -84,20 +84,19 @@ class Stamps:
         self.columns: list[Column] = []
         self._values: list[tf.Tensor | Cell] = []
         self._first: tf.Tensor | None = None
-        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._graph = _current_graph()
         self.in_background = False
-        #: How many calls of `apply` are around what is traced now.
+        #: The nesting depth of calls of `apply`.
         self.depth = 0
-        #: How many norms were noted.
+        #: The number of recorded norms.
         self.num_norms = 0
 
     def note(self, column: Column, value) -> None:
-        """Takes a number in: a tensor, or a cell that something else writes."""
+        """Adds a number: a tensor, or a cell that is written elsewhere."""
         if not isinstance(value, Cell):
             value = tf.cast(value, tf.float64)
-            eagerly = tf.executing_eagerly()
-            if not eagerly and tf.compat.v1.get_default_graph() is not self._graph:
-                # What an inner graph computes, as that of a branch, is not to be had outside.
+            if _current_graph() not in (None, self._graph):
+                # A tensor of an inner graph, such as that of a branch, is not available outside.
                 cell = Cell()
                 cell.write(value)
                 value = cell
@@ -105,12 +104,12 @@ class Stamps:
         self._values.append(value)
 
     def row(self) -> tf.Tensor:
-        """All numbers, in the order of `columns`; a number that a branch did not reach is an old one."""
+        """All numbers, in the order of `columns`; those of branches that did not run are old ones."""
         each = [value.read() if isinstance(value, Cell) else value for value in self._values]
         return tf.stack(each)
 
     def stamp(self, column: Column, after: Sequence) -> tf.Tensor:
-        """Notes when the last of some tensors is there; no stamp is older than the first."""
+        """Records when the last of some tensors is computed; no stamp is older than the first."""
         now = time_after(after if self._first is None else [*after, self._first])
         if self._first is None:
             self._first = now
@@ -118,10 +117,10 @@ class Stamps:
         return now
 
     def call(self, column: Column, tensor: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        """Notes that a collective begins.
+        """Records the begin of a collective.
 
         Returns:
-            When; and what is called with all that has come of it.
+            The time, and a function to be called with the results of the collective.
         """
         elements = tensor.shape.num_elements()
         size = None if elements is None else elements * tensor.dtype.size
@@ -137,34 +136,29 @@ class Stamps:
         return begun, end
 
     def norm(self, square: Callable[[], tf.Tensor]) -> None:
-        """Notes the squared norm of gradients, in steps that are to compute it."""
+        """Records the squared norm of gradients, in steps that compute it."""
         if self.wants_norm is None:
             return
         self.num_norms += 1
         unknown = tf.constant(-1.0, tf.float64)
         self.note(Column("norm"), tf.cond(self.wants_norm.read() > 0, square, lambda: unknown))
 
-    @contextlib.contextmanager
-    def background(self) -> Iterator[None]:
-        """Inside, collectives run beside the computation."""
-        before, self.in_background = self.in_background, True
-        try:
-            yield
-        finally:
-            self.in_background = before
+    def background(self) -> contextlib.AbstractContextManager[None]:
+        """Marks collectives inside as running concurrently with the computation."""
+        return attributes_set(self, in_background=True)
 
 
 _current: contextvars.ContextVar[Stamps | None] = contextvars.ContextVar("stamps", default=None)
 
 
 def current_stamps() -> Stamps | None:
-    """Those of the step that is traced now, if somebody watches it."""
+    """The stamps of the step that is traced now, or None if it is not monitored."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def stamping(stamps: Stamps) -> Iterator[None]:
-    """Inside, these are the current stamps."""
+    """Makes these the current stamps inside."""
     token = _current.set(stamps)
     try:
         yield
@@ -174,14 +168,14 @@ def stamping(stamps: Stamps) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reducing(gradients: Sequence) -> Iterator[Callable]:
-    """Inside, gradients are reduced: stamps when they are there, and when they are reduced.
+    """Records when gradients are computed, and when the reduction inside has ended.
 
     Args:
         gradients: Those of this rank.
 
     Returns:
-        A context, whose value is called with the reduced gradients, and with what makes their squared
-        norm.
+        A context, whose value is to be called with the reduced gradients, and with a function that
+        computes their squared norm.
     """
     stamps = current_stamps()
     if stamps is None:
@@ -198,11 +192,11 @@ def reducing(gradients: Sequence) -> Iterator[Callable]:
 
 @contextlib.contextmanager
 def updating(gradients: Sequence, square: Callable[[Sequence], tf.Tensor]) -> Iterator[None]:
-    """Inside, an optimizer updates: stamps when its gradients are there, and when all is updated.
+    """Records when an optimizer's gradients are computed, and when its update inside has ended.
 
     Args:
-        gradients: What it is given.
-        square: Makes their squared norm, which is noted where no path of tfdist's notes another.
+        gradients: The optimizer's gradients.
+        square: Computes their squared norm, which is recorded unless a reduction records one.
     """
     stamps = current_stamps()
     if stamps is None:
@@ -210,7 +204,7 @@ def updating(gradients: Sequence, square: Callable[[Sequence], tf.Tensor]) -> It
         return
     if stamps.depth == 0:
         stamps.stamp(Column("apply"), gradients)
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = _current_graph()
     first = 0 if graph is None else len(graph.get_operations())
     stamps.depth += 1
     norms = stamps.num_norms
@@ -226,7 +220,7 @@ def updating(gradients: Sequence, square: Callable[[Sequence], tf.Tensor]) -> It
 
 
 def time_after(tensors: Sequence) -> tf.Tensor:
-    """When the last of some tensors is there: a float64 scalar, in seconds since the epoch."""
+    """When the last of some tensors is computed: a float64 scalar, in seconds since the epoch."""
     flat = [
         part.values if isinstance(part, tf.IndexedSlices) else part
         for part in tensors
@@ -239,36 +233,39 @@ def time_after(tensors: Sequence) -> tf.Tensor:
     return now
 
 
-def _in_any_order(op: tf.Operation) -> None:
-    """Takes an operation out of the order in which a `tf.function` runs those that have an effect.
+def _current_graph() -> tf.Graph | None:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
-    Each would wait for all that were traced before it: a message for the answer to a later one,
-    which never comes.
+
+def _in_any_order(op: tf.Operation) -> None:
+    """Excludes an operation from the automatic control dependencies of a `tf.function`.
+
+    Otherwise each stateful operation would wait for all that were traced before it: a deadlock if it
+    is a message to which one of these is the answer.
 
     Raises:
-        ImportError: This TensorFlow keeps the order elsewhere.
+        ImportError: This TensorFlow implements the control dependencies differently.
     """
     try:
         manager = op.graph.experimental_acd_manager
-        if manager is not None:  # None in a graph of TensorFlow 1, which keeps no order.
+        if manager is not None:  # None in a graph of TensorFlow 1, which has no such dependencies.
             manager.run_independently(op)
     except AttributeError as error:
         raise ImportError(
-            "This version of tfdist knows another TensorFlow: "
-            "Graph.experimental_acd_manager.run_independently is not there. Received: TensorFlow "
-            f"{tf.__version__}. Install one that tfdist was made for, or a newer tfdist."
+            "tfdist requires Graph.experimental_acd_manager.run_independently of TensorFlow. Received: "
+            f"TensorFlow {tf.__version__}. Install a supported version, or a newer tfdist."
         ) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """What a timer has measured.
+    """The measurement of a timer.
 
     Attributes:
-        name: Its name.
-        begin: When it began, in seconds since the epoch.
-        end: When it ended.
-        on_main_thread: Whether the thread that trains waited for it.
+        name: The timer's name.
+        begin: The begin, in seconds since the epoch.
+        end: The end, in seconds since the epoch.
+        on_main_thread: Whether it ran in the thread that trains.
     """
 
     name: str
@@ -277,13 +274,13 @@ class Timed:
     on_main_thread: bool
 
 
-#: What is called with each `Timed`, from whatever thread.
+#: The functions that are called with each `Timed`, from any thread.
 _listeners: list[Callable[[Timed], None]] = []
 
 
 @contextlib.contextmanager
 def listen(listener: Callable[[Timed], None]) -> Iterator[None]:
-    """Inside, the listener is told what timers measure."""
+    """Calls the listener with the measurements of timers inside."""
     _listeners.append(listener)
     try:
         yield
@@ -292,22 +289,22 @@ def listen(listener: Callable[[Timed], None]) -> Iterator[None]:
 
 
 class timer:
-    """Times what is inside, as a section of its own of the steps that a `Monitor` watches.
+    """Measures the code inside as a separate section of the steps that a `Monitor` measures.
 
     ```python
     with tfdist.addons.monitoring.timer("augment"):
         batch = augment(batch)
     ```
 
-    In the thread that trains, as in a callback, it is taken out of the section around it. In other
-    threads, as in a generator of data, it runs beside the step, and is told apart. Without a
-    `Monitor` it does nothing.
+    In the thread that trains, for example in a callback, it is subtracted from the enclosing section. In
+    other threads, such as a generator of data, it runs concurrently with the step, and is reported
+    separately. Without a `Monitor` it does nothing.
 
     Args:
-        name: The section.
+        name: The name of the section.
 
     Raises:
-        ValueError: `name` is no text.
+        ValueError: `name` is not a non-empty string.
     """
 
     def __init__(self, name: str):

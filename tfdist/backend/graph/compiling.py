@@ -1,4 +1,4 @@
-"""Whether XLA compiles parts of a step that nobody has marked for it."""
+"""Detects whether XLA compiles parts of a step that were not marked for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import tensorflow as tf
 def needs_fixed_sizes() -> bool:
     """Whether sizes in a step must not depend on values.
 
-    TensorFlow compiles clusters of any graph where `TF_XLA_FLAGS` or `tf.config.optimizer.set_jit` say so. Of
-    two filters in a row, as `tf.boolean_mask` is one, XLA makes other rows than TensorFlow, without a word.
+    TensorFlow compiles clusters of any graph if `TF_XLA_FLAGS` or `tf.config.optimizer.set_jit` enable it. For
+    two consecutive filters, such as `tf.boolean_mask`, XLA silently returns different rows than TensorFlow.
     """
     flags = os.environ.get("TF_XLA_FLAGS", "").strip()
     if flags and not flags.startswith("-"):
@@ -24,10 +24,10 @@ def needs_fixed_sizes() -> bool:
 
 
 def outside_clusters(function: Callable) -> Callable:
-    """The function, for `Dataset.map`, in no cluster that XLA compiles.
+    """The function, for `Dataset.map`, excluded from the clusters that XLA compiles.
 
-    TensorFlow finds two devices for a cluster in the input of a rank of `tf.distribute`, and fails:
-    "Multiple CPU devices".
+    In the input pipeline of a rank of `tf.distribute`, TensorFlow finds two devices for a cluster, and
+    fails: "Multiple CPU devices".
     """
 
     @functools.wraps(function)
@@ -39,14 +39,17 @@ def outside_clusters(function: Callable) -> Callable:
 
 
 def check_sizes_may_change(what: str) -> None:
-    """Raises where XLA compiles a graph in which sizes depend on values by their nature.
+    """Checks that XLA does not compile a graph in which sizes depend on values.
+
+    Args:
+        what: The operation with these sizes, for the message.
 
     Raises:
-        ValueError: It does.
+        ValueError: XLA compiles the graph.
     """
     if not tf.executing_eagerly() and needs_fixed_sizes():
         raise ValueError(
-            f"XLA cannot compile {what}: how many rows go to a rank depends on their values. Received: "
+            f"XLA cannot compile {what}: the number of rows for a rank depends on values. Received: "
             f"TF_XLA_FLAGS={os.environ.get('TF_XLA_FLAGS', '')!r}, tf.config.optimizer.get_jit()="
-            f"{tf.config.optimizer.get_jit()!r}. Leave `--tf_xla_auto_jit` and `set_jit` out."
+            f"{tf.config.optimizer.get_jit()!r}. Do not use `--tf_xla_auto_jit` and `set_jit`."
         )

@@ -1,4 +1,4 @@
-"""`tf.custom_gradient` whose functions live no longer than the graphs that they are part of."""
+"""`tf.custom_gradient` whose functions are freed with their graphs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tensorflow.python.framework import ops
 def custom_gradient(function: Callable) -> Callable:
     """As `tf.custom_gradient`.
 
-    TensorFlow keeps the gradient of each call in a graph in a table of the process, by a name of its
-    own, and with it all that it refers to: the graph would never be freed. Here the operation holds
-    the gradient, and the table knows only where it is.
+    TensorFlow stores the gradient of each call in a graph under a unique name in a table of the process,
+    and with it all objects that it refers to: the graph would never be freed. Here the operation owns
+    the gradient, and the table has a weak reference to it.
 
-    The table (`ops.gradient_registry`) is TensorFlow's own; `tests/backend/graph/test_custom_gradient.py` fails where
-    it moves.
+    The table (`ops.gradient_registry`) is internal to TensorFlow;
+    `tests/backend/graph/test_custom_gradient.py` fails if it changes.
 
     Args:
-        function: From tensors to a pair of outputs and of a function from gradients of these to
+        function: Maps tensors to a pair: the outputs, and a function from their gradients to the
             gradients of the tensors.
     """
     wrapped = tf.custom_gradient(function)
 
-    # TensorFlow does not convert what is its own either.
+    # As with TensorFlow's own functions.
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -41,21 +41,17 @@ def custom_gradient(function: Callable) -> Callable:
 
 
 def _hold(operation: tf.Operation) -> None:
-    name = operation.get_attr("_gradient_op_type").decode()
-    entry = ops.gradient_registry._registry[name]
-    gradient = entry["type"]
-    operation._tfdist_gradient = gradient
-    entry["type"] = _looked_up(weakref.ref(gradient), operation.name)
+    entry = ops.gradient_registry._registry[operation.get_attr("_gradient_op_type").decode()]
+    operation._tfdist_gradient = entry["type"]
+    held, name = weakref.ref(entry["type"]), operation.name
 
-
-def _looked_up(held: weakref.ref, name: str) -> Callable:
     def gradient(operation, *gradients):
         function = held()
         if function is None:
             raise RuntimeError(
-                f"The gradient of `{name}` went with the graph that it was made in. Keep that graph "
-                "for as long as a copy of it is differentiated."
+                f"The gradient of `{name}` is not available any more: its graph was freed. Keep a "
+                "reference to that graph while a copy of it is differentiated."
             )
         return function(operation, *gradients)
 
-    return gradient
+    entry["type"] = gradient

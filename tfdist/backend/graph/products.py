@@ -1,8 +1,8 @@
-"""The product behind logits: what a loss can compute in parts, where it is handed the whole.
+"""The matrix product that computes logits, for losses that evaluate it in parts.
 
-A model hands its loss logits, rows times a kernel. In a graph the loss sees by which operations they
-were made, and can take the rows and the kernel instead. Operations whose results nothing takes are not
-run, so the logits themselves are then never computed.
+The logits of a model are rows times a kernel. In a graph a loss can inspect the operations that compute
+them, and use the rows and the kernel instead. Operations whose results are not used do not run, so the
+logits themselves are then never computed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """cap * tanh(rows kernel / cap), or without the cap.
+    """cap * tanh(rows kernel / cap), or the product without the cap.
 
     Attributes:
         rows: Shape [..., features].
@@ -42,22 +42,22 @@ class Product:
 
 
 def note_source(made: tf.Tensor, function: Callable, *tensors: tf.Tensor) -> None:
-    """Notes by which function of rows a tensor was made, for `product_behind`.
+    """Records the function of rows that has computed a tensor, for `product_behind`.
 
     Args:
-        made: What the function returned.
-        function: Acts on dim 0 alone, and on any tensors.
-        *tensors: What it was called with.
+        made: The result of the function.
+        function: A function that only changes dim 0, of any tensors.
+        *tensors: The arguments of the call.
     """
     if tf.is_symbolic_tensor(made) and not any(made is tensor for tensor in tensors):
         made._tfdist_source = (function, tensors)
 
 
 def product_behind(tensor) -> Product | None:
-    """The product that made a tensor of a graph; None where there is none, or it cannot be seen.
+    """The product that computes a tensor of a graph; None if there is none, or it is not recognized.
 
-    It is seen through casts to wider types, identities, checks of shapes, reshapes that keep the last dim, and what
-    `note_source` was told of.
+    The search continues through casts to wider types, identities, checks of shapes, reshapes that keep the
+    last dim, and the functions recorded by `note_source`.
     """
     if not tf.is_symbolic_tensor(tensor) or not tensor.shape.rank:
         return None
@@ -91,13 +91,13 @@ def _of_matmul(operation) -> Product | None:
     transposed = operation.get_attr(second)
     source = kernel.op
     if source.type == "Transpose" and _constant(source.inputs[1]) == [1, 0]:
-        # Neither the kernel nor its gradient is transposed then.
+        # Then neither the kernel nor its gradient is transposed.
         kernel, transposed = source.inputs[0], not transposed
     return Product(rows, kernel, transposed)
 
 
 def _capped(operation) -> Product | None:
-    """tanh(x / cap) * cap, as KerasHub writes it."""
+    """tanh(x / cap) * cap, as in KerasHub."""
     for tanh, factor in (operation.inputs, reversed(operation.inputs)):
         if tanh.op.type != "Tanh" or tanh.op.inputs[0].op.type != "RealDiv":
             continue
@@ -106,9 +106,10 @@ def _capped(operation) -> Product | None:
         product = product_behind(scores)
         if product is None or not isinstance(cap, float) or cap != other or cap <= 0:
             return None
-        # A cap beneath a cast, or a second one, is another function.
-        same = scores.dtype == product.rows.dtype
-        return dataclasses.replace(product, soft_cap=cap) if not product.soft_cap and same else None
+        # A cap before a cast, or a second one, is a different function.
+        if product.soft_cap or scores.dtype != product.rows.dtype:
+            return None
+        return dataclasses.replace(product, soft_cap=cap)
     return None
 
 
@@ -116,7 +117,7 @@ def _reshaped(product: Product | None, tensor) -> Product | None:
     columns = None if product is None else product.columns
     if product is None or None in (columns, product.features) or tensor.shape[-1] != columns:
         return None
-    # Of the operation, not of its result, which would then be computed.
+    # The shape of the operation, not that of its result, which would then be computed.
     leading = tensor.op.inputs[1][:-1]
     rows = tf.reshape(product.rows, tf.concat([leading, [product.features]], axis=0))
     rows = tf.ensure_shape(rows, [*tensor.shape[:-1], product.features])
@@ -124,21 +125,18 @@ def _reshaped(product: Product | None, tensor) -> Product | None:
 
 
 def _moved(function: Callable, tensors) -> Product | None:
-    """The product whose rows the function has moved: of several tensors, with one kernel."""
-    found = [product_behind(tensor) for tensor in tensors]
-    first = found[0]
-    if first is None or any(each is None or not _alike(each, first) for each in found):
+    """The product of the rows that the function returns: of several tensors, with one kernel."""
+    found = [product for tensor in tensors if (product := product_behind(tensor))]
+    if (
+        len(found) < len(tensors)
+        or len({(p.kernel.name, p.transposed, p.soft_cap) for p in found}) > 1
+    ):
         return None
-    return dataclasses.replace(first, rows=function(*[each.rows for each in found if each]))
-
-
-def _alike(one: Product, other: Product) -> bool:
-    settings = [(p.kernel.name, p.transposed, p.soft_cap) for p in (one, other)]
-    return settings[0] == settings[1]
+    return dataclasses.replace(found[0], rows=function(*(each.rows for each in found)))
 
 
 def _constant(tensor) -> Any:
-    """The value of a constant, also behind casts; None where it is none."""
+    """The value of a constant, also through casts; None if it is not constant."""
     while tensor.op.type in ("Cast", "Identity"):
         tensor = tensor.op.inputs[0]
     value = tf.get_static_value(tensor)

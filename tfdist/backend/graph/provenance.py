@@ -1,9 +1,9 @@
-"""What is read off a tensor besides its values: its mask, and the logits it was computed from.
+"""The metadata of a tensor that Keras uses: its mask, and the logits from which it was computed.
 
-A cross-entropy of probabilities loses precision where they saturate, so Keras looks behind them: it
-takes the tensor's `_keras_logits` where an activation of Keras left them, and else, in a graph, the
-input of the Softmax or Sigmoid operation that made the tensor. An identity or a slice in between
-would hide both, and the loss would be another one.
+A cross-entropy of probabilities loses precision if they saturate, so Keras uses their logits: the
+tensor's `_keras_logits` if an activation of Keras has set them, and otherwise, in a graph, the input of
+the Softmax or Sigmoid operation that computed the tensor. An identity or a slice in between would hide
+both, and the loss would be different.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tfdist.backend.keras.private import get_keras_mask, set_keras_mask
 def with_provenance(
     function: Callable[..., tf.Tensor], *tensors: tf.Tensor, mask: bool = True
 ) -> tf.Tensor:
-    """Returns `function(*tensors)`, behind which Keras finds what it finds behind the tensors.
+    """Returns `function(*tensors)`, with the tensors' logits and masks for Keras.
 
     Args:
-        function: Leaves rows as they are: an identity, a choice of rows, a concatenation of rows. It
-            is called with the tensors' logits and masks too, where all of them have some.
+        function: A function that does not change rows: an identity, a selection of rows, a concatenation
+            of rows. It is also called with the tensors' logits and masks, if all of them have some.
         *tensors: Tensors of any shape, such as the outputs of a model.
-        mask: Whether Keras masks are carried over; `function` then takes boolean tensors too.
+        mask: Whether Keras masks are preserved; `function` must then accept boolean tensors too.
     """
     logits = [keras_logits(tensor, None) for tensor in tensors]
     activation = _activation_of(tensors)
@@ -51,10 +51,10 @@ def with_provenance(
 
 
 def _activation_of(tensors) -> Callable[[tf.Tensor], tf.Tensor] | None:
-    """The activation that made tensors of a graph, if it is one that Keras looks for."""
-    if any(tf.executing_eagerly() or not hasattr(tensor, "op") for tensor in tensors):
+    """The activation that computed tensors of a graph, if Keras recognizes it."""
+    if tf.executing_eagerly():
         return None
-    kinds = {tensor.op.type for tensor in tensors}
+    kinds = {tensor.op.type if hasattr(tensor, "op") else "" for tensor in tensors}
     if kinds == {"Softmax"}:
         return lambda logits: tf.raw_ops.Softmax(logits=logits)
     if kinds == {"Sigmoid"}:

@@ -1,12 +1,12 @@
-"""Has the backward pass make again what it would take of the forward pass.
+"""Has the backward pass recompute tensors of the forward pass.
 
-TensorFlow's gradients use the tensors of the forward pass, which stand until then. A `Region` is a
-run of operations that a forward pass adds to a graph. Once the backward pass through it is in the
-graph too, what that takes from inside of the region is taken from copies of the operations, which
-wait for the first gradient to arrive.
+TensorFlow's gradients use the tensors of the forward pass, which are stored until then. A `Region` is a
+sequence of operations that a forward pass adds to a graph. After the backward pass through it has been
+added, its inputs from inside the region are replaced by those of copies of the operations, which wait for
+the first gradient to arrive.
 
-`Operation._update_input` is TensorFlow's own, and the one way to change what an operation takes;
-`tests/recompute/test_recompute.py` fails where it moves.
+`Operation._update_input` is internal to TensorFlow, and the only way to change the inputs of an operation;
+`tests/recompute/test_recompute.py` fails if it changes.
 """
 
 from __future__ import annotations
@@ -20,27 +20,25 @@ from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.graph.tapes import current_pass
 
-#: Made of what other ranks sent, which will not be sent again.
+#: Operations on messages of other ranks, which will not be sent again.
 _NOT_AGAIN = ("Horovod", "TfdistSum")
 
-#: By graph: for the names of tensors of the forward pass, what stands for them later.
+#: By graph: the replacements of tensors of the forward pass, by their names.
 _copies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-#: By graph: the names of operations that do not run twice.
+#: By graph: the names of operations that are not recomputed.
 _kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class Region:
-    """A run of operations of a forward pass.
-
-    Made where it begins; `end` is called where it ends.
+    """A sequence of operations of a forward pass, from its creation to the call of `end`.
 
     Attributes:
         graph: The graph.
-        first: How many operations the graph had when it began.
-        last: How many when it ended; None before.
-        outputs: The tensors that lead out of it.
-        arrived: The gradients of its outputs that have come, once the backward pass is there.
-        backward: How many operations the graph had when the first came.
+        first: The number of operations in the graph at the begin of the region.
+        last: Their number at its end; None before.
+        outputs: The output tensors of the region.
+        arrived: The gradients of its outputs, as far as the backward pass has been added.
+        backward: The number of operations in the graph when the first of these was added.
     """
 
     def __init__(self):
@@ -55,9 +53,9 @@ class Region:
 
     @property
     def is_passed_once(self) -> bool:
-        """Whether all gradients have come in the backward pass under way.
+        """Whether all gradients were added in the current backward pass.
 
-        A gradient of a gradient takes what an earlier pass has made, which must not wait for a later one.
+        A gradient of a gradient uses tensors of an earlier pass, which must not wait for a later one.
         """
         return not self._is_passed_again and self._pass == current_pass()
 
@@ -65,20 +63,18 @@ class Region:
         """Ends the region.
 
         Args:
-            outputs: What leads out of it: a nest.
+            outputs: A nest of its outputs.
 
         Returns:
-            The same, to go on with.
+            The outputs for further computations.
         """
         self.last = len(self.graph.get_operations())
-        return tf.nest.map_structure(
-            lambda y: (
-                with_provenance(self._watched, y, mask=False)
-                if tf.is_tensor(y) and y.dtype.is_floating
-                else y
-            ),
-            outputs,
-        )
+        return tf.nest.map_structure(self._output, outputs)
+
+    def _output(self, tensor):
+        if not tf.is_tensor(tensor) or not tensor.dtype.is_floating:
+            return tensor
+        return with_provenance(self._watched, tensor, mask=False)
 
     def _watched(self, tensor: tf.Tensor) -> tf.Tensor:
         @custom_gradient
@@ -97,23 +93,29 @@ class Region:
         return pass_on(tensor)
 
     def operations(self) -> list[tf.Operation]:
-        """Those of its operations that may run twice, in an order in which they can run.
+        """The operations that may be recomputed, in a topological order.
 
-        Not those with an effect, and not what came from other ranks.
+        Stateful operations are excluded, and messages of other ranks.
         """
-        found = self.graph.get_operations()[self.first : self.last]
         kept = _kept.get(self.graph, ())
-        return [o for o in found if not _has_effect(o) and o.name not in kept]
+        return [
+            operation
+            for operation in self.graph.get_operations()[self.first : self.last]
+            if operation.name not in kept
+            and operation.type != "Placeholder"
+            and not operation.type.startswith(_NOT_AGAIN)
+            and not operation.op_def.is_stateful
+        ]
 
     def repeat(self, operations: Sequence[tf.Operation], begin: Mapping[str, tf.Tensor]) -> None:
-        """Has the backward pass take copies of what some operations make.
+        """Has the backward pass use the outputs of copies of some operations.
 
-        Called when the backward pass through the region is in the graph.
+        Called after the backward pass through the region has been added to the graph.
 
         Args:
-            operations: Some of the region's.
-            begin: By names of tensors that they take, what their copies take. What they take
-                else is taken by the copies too, and so stands until then.
+            operations: Operations of the region.
+            begin: Replacements of their inputs in the copies, by the names of the tensors. Other inputs
+                are the same, and so are stored until then.
         """
         if self.backward is None or self.last is None or not self.is_passed_once:
             return
@@ -127,9 +129,9 @@ class Region:
 
 
 def keep(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor that stands until the backward pass, also in a region.
+    """A tensor that is stored until the backward pass, also in a region.
 
-    For what is made of much that came from other ranks: all of that would have to be kept instead.
+    For tensors computed from large messages of other ranks, which would have to be stored instead.
     """
     kept = tf.identity(tensor)
     if tf.is_symbolic_tensor(kept):
@@ -138,12 +140,12 @@ def keep(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def replace(tensors: Sequence[tf.Tensor], others: Sequence[tf.Tensor], backward: int) -> None:
-    """Has the backward pass, and all copies that it takes, take others in place of some tensors.
+    """Replaces some tensors by others in the backward pass, and in all copies that it uses.
 
     Args:
         tensors: Tensors of one graph.
-        others: What stands for each.
-        backward: How many operations the graph had when the backward pass began.
+        others: The replacement of each.
+        backward: The number of operations in the graph at the begin of the backward pass.
     """
     names = {tensor.name: other for tensor, other in zip(tensors, others, strict=True)}
     _copies.setdefault(tensors[0].graph, {}).update(names)
@@ -168,15 +170,8 @@ def _replace_uses(tensors: Sequence[tf.Tensor], backward: int, replacement: Call
             consumer._update_input(place, other)
 
 
-def _has_effect(operation: tf.Operation) -> bool:
-    """Whether an operation is not to run twice."""
-    if operation.type == "Placeholder" or operation.type.startswith(_NOT_AGAIN):
-        return True
-    return operation.op_def.is_stateful
-
-
 def _copy(tensor: tf.Tensor, known: set[str], copies: dict) -> tf.Tensor:
-    """A tensor made again, with all that it takes of some operations; or itself."""
+    """A copy of a tensor and of all known operations on which it depends; or the tensor itself."""
     waiting = [tensor]
     while waiting:
         operation = waiting[-1].op
@@ -204,7 +199,7 @@ def _copy(tensor: tf.Tensor, known: set[str], copies: dict) -> tf.Tensor:
 
 
 def _found(tensor: tf.Tensor, known: set[str], copies: dict) -> tf.Tensor | None:
-    """What stands for a tensor in a copy; None where that is still to be made."""
+    """The replacement of a tensor in a copy; None if it has not been created yet."""
     if tensor.name in copies:
         return copies[tensor.name]
     return None if tensor.op.name in known else tensor

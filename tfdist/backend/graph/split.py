@@ -1,8 +1,8 @@
-"""Cuts the graph of a training step into functions that run at different times.
+"""Splits the graph of a training step into functions that run at different times.
 
 The forward pass, the gradient of the inputs and the gradients of the weights of a stage are traced
-as one graph, so that TensorFlow's own gradients say what the backward pass needs of the forward.
-Each part of the graph then becomes a function; what it takes from another part are its arguments.
+as one graph, so that TensorFlow's own gradients determine which tensors of the forward pass the backward
+pass needs. Each subgraph then becomes a function, whose arguments are its inputs from other subgraphs.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from tensorflow.core.framework import graph_pb2
 
 from tfdist.backend.keras.functional import add_functions, functions_of, not_inlined
 
-#: Operations that cost next to nothing: done again where their inputs are at hand, rather than
-#: kept from one part to another.
+#: Operations with negligible cost: if their inputs are available, they are repeated instead of storing
+#: their outputs from one subgraph to another.
 _CHEAP = frozenset(
     {"Cast", "ExpandDims", "Identity", "Pack", "Reshape", "Shape", "Squeeze", "StridedSlice"}
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Subgraph:
     """A part of a graph as a function.
 
     Attributes:
-        inputs: The names of the tensors that it takes.
-        outputs: The names of those that it returns.
-        function: From the ones to the others.
+        inputs: The names of its input tensors.
+        outputs: The names of its output tensors.
+        function: Maps the inputs to the outputs.
     """
 
     inputs: tuple[str, ...]
@@ -37,37 +37,38 @@ class Part:
     function: tf.types.experimental.GenericFunction
 
     def __call__(self, tensors: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Runs the part on tensors by name; returns its outputs by name."""
+        """Runs the subgraph on tensors by name; returns its outputs by name."""
         if not self.outputs:
             return {}
         results = self.function(*(tensors[name] for name in self.inputs))
         return dict(zip(self.outputs, results, strict=True))
 
 
-def ancestors(tensors: Iterable[tf.Tensor], within: set) -> set:
-    """The operations of a set that the tensors come from, by data or by order."""
+def ancestors(tensors: Iterable[tf.Tensor], within: set, *, ordered: bool = True) -> set:
+    """The operations of a set on which tensors depend by data, and by order if that is wanted."""
     found: set = set()
-    waiting = [tensor.op for tensor in tensors if tensor.op in within]
+    waiting = [tensor.op for tensor in tensors]
     while waiting:
         operation = waiting.pop()
-        if operation in found:
-            continue
-        found.add(operation)
-        waiting += [t.op for t in operation.inputs if t.op in within]
-        waiting += [other for other in operation.control_inputs if other in within]
+        if operation in within and operation not in found:
+            found.add(operation)
+            waiting += [tensor.op for tensor in operation.inputs]
+            waiting += operation.control_inputs if ordered else []
     return found
 
 
-def carve(graph, groups: Sequence[set], outputs: Sequence[Sequence[tf.Tensor]]) -> list[Part]:
-    """Makes a function of each of some disjoint groups of operations.
+def split_graph(
+    graph, groups: Sequence[set], outputs: Sequence[Sequence[tf.Tensor]]
+) -> list[Subgraph]:
+    """Creates a function of each of some disjoint groups of operations.
 
     Args:
         graph: A traced `FuncGraph`.
-        groups: Operations; a group takes tensors from the groups before it.
-        outputs: For each group what must come out of it; what later groups need of it is added.
+        groups: Operations; the inputs of a group are outputs of earlier groups.
+        outputs: The required outputs of each group; the inputs of later groups are added.
 
     Returns:
-        The parts, in the order of the groups.
+        The subgraphs, in the order of the groups.
     """
     captured = {internal.name: external for external, internal in graph.captures}
     repeatable = _repeatable(graph, captured)
@@ -75,39 +76,32 @@ def carve(graph, groups: Sequence[set], outputs: Sequence[Sequence[tf.Tensor]]) 
     definition = graph.as_graph_def()
     nodes = {node.name: node for node in definition.node}
     called = functions_of(graph)
-    parts = []
+    subgraphs = []
     for number, group in enumerate(groups):
-        wanted = list(outputs[number]) + [
-            tensor
-            for later in taken[number + 1 :]
-            for tensor in later.values()
-            if tensor.op in group
-        ]
-        names = dict.fromkeys(tensor.name for tensor in wanted)
-        own = group | _repeated(group, repeatable)
+        needed = [tensor for later in taken[number + 1 :] for tensor in later.values()]
+        wanted = [*outputs[number], *(tensor for tensor in needed if tensor.op in group)]
+        names = tuple(dict.fromkeys(tensor.name for tensor in wanted))
+        taken_again = [tensor for operation in group for tensor in operation.inputs]
+        own = group | ancestors(taken_again, repeatable, ordered=False)
         part = graph_pb2.GraphDef(versions=definition.versions)
         kept = {operation.name for operation in own}
-        # In the order of the graph, where each stands after what it takes.
+        # In the order of the graph, which is topological.
         for operation in graph.get_operations():
             if operation in own and operation.name + ":0" not in captured:
                 part.node.append(_without_outsiders(nodes[operation.name], kept))
         inputs = tuple(taken[number])
-        handles = {
-            name: captured[name]
-            for name in sorted(
-                {t.name for operation in own for t in operation.inputs if t.name in captured}
-            )
-        }
-        function = _function(part, called, inputs, tuple(names), handles)
-        parts.append(Part(inputs, tuple(names), function))
-    return parts
+        used = sorted({tensor.name for operation in own for tensor in operation.inputs})
+        handles = {name: captured[name] for name in used if name in captured}
+        function = _function(part, called, inputs, names, handles)
+        subgraphs.append(Subgraph(inputs, names, function))
+    return subgraphs
 
 
 def _function(
     definition, called: list, inputs: tuple[str, ...], outputs: tuple[str, ...], handles: dict
 ):
-    # Called for each micro-batch: inlined, the graph of a step, and what TensorFlow makes of it,
-    # would hold the operations of a stage as many times.
+    # Called for each micro-batch: if it was inlined, the graph of a step would contain the operations of
+    # a stage once per micro-batch.
     @not_inlined
     def stage_part(*tensors):
         graph = tf.compat.v1.get_default_graph()
@@ -122,7 +116,7 @@ def _function(
 
 
 def _repeatable(graph, captured: dict) -> set:
-    """Operations that give the same whenever they run, and cost next to nothing."""
+    """Operations whose outputs do not depend on when they run, and with negligible cost."""
     readers: dict[str, bool] = {}
     for operation in graph.get_operations():
         for tensor in operation.inputs:
@@ -133,31 +127,19 @@ def _repeatable(graph, captured: dict) -> set:
     for operation in graph.get_operations():
         if operation.control_inputs and operation.type != "ReadVariableOp":
             continue
-        if operation.type == "Const" or operation.name + ":0" in captured:
+        if operation.type == "ReadVariableOp":
+            is_repeatable = readers.get(operation.inputs[0].name, False)
+        elif operation.type in _CHEAP:
+            is_repeatable = all(t.op in found for t in operation.inputs)
+        else:
+            is_repeatable = operation.type == "Const" or operation.name + ":0" in captured
+        if is_repeatable:
             found.add(operation)
-        elif operation.type == "ReadVariableOp":
-            if readers.get(operation.inputs[0].name, False):
-                found.add(operation)
-        elif operation.type in _CHEAP and all(t.op in found for t in operation.inputs):
-            found.add(operation)
-    return found
-
-
-def _repeated(group: set, repeatable: set) -> set:
-    """What the group takes from repeatable operations, and they from others."""
-    found: set = set()
-    waiting = [t.op for operation in group for t in operation.inputs if t.op in repeatable]
-    while waiting:
-        operation = waiting.pop()
-        if operation in found:
-            continue
-        found.add(operation)
-        waiting += [t.op for t in operation.inputs]
     return found
 
 
 def _taken(group: set, repeatable: set) -> dict[str, tf.Tensor]:
-    """The tensors that a group takes from outside, by name, in a fixed order."""
+    """The inputs of a group from outside, by name, in a fixed order."""
     found = {
         tensor.name: tensor
         for operation in group
@@ -168,7 +150,7 @@ def _taken(group: set, repeatable: set) -> dict[str, tf.Tensor]:
 
 
 def _without_outsiders(node, kept: set[str]):
-    """A copy of a node that waits for nobody outside, and is placed beside nobody."""
+    """A copy of a node without control inputs from outside and without colocation."""
     copy = type(node)()
     copy.CopyFrom(node)
     del copy.input[:]

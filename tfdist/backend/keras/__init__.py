@@ -1,11 +1,11 @@
-"""All that tfdist uses of Keras beyond its public interface, each with a check."""
+"""The private names of Keras that tfdist uses, each with a check."""
 
 import keras
 import tensorflow as tf
 
 from tfdist.runtime.versions import VersionError, check_version
 
-# Before the modules here import what another version has not.
+# Before the modules here import names that other versions do not have.
 check_version("tensorflow", tf.__version__)
 check_version("keras", keras.__version__)
 
@@ -16,5 +16,5 @@ try:
 except VersionError:
     raise
 except ImportError as error:
-    # A version that `TFDIST_ANY_VERSION` lets in, and that has a name elsewhere.
+    # A version that is allowed by `TFDIST_ANY_VERSION`, in which a name was moved.
     raise moved(error.name or "keras.src", error) from None

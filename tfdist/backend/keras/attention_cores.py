@@ -1,8 +1,8 @@
-"""The method of a stock attention layer that goes from queries, keys and values to what is attended to.
+"""The method of an attention layer of Keras or KerasHub that computes the output from Q, K and V.
 
-Keras and KerasHub call it `_compute_attention`, each class with arguments of its own. What the classes
-compute there, softmax(scale Q K^T) V under a mask, they say by attributes of their own; those that
-are known stand here. A class that derives from one of them is known where it has the same method.
+It is called `_compute_attention`, with different arguments in each class. All compute
+softmax(scale Q K^T) V with a mask, configured by different attributes; the supported classes are listed
+here. A subclass of one of them is supported if it inherits the method.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ _MODELS = "keras_hub.src.models."
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCore:
-    """What one class computes.
+    """The attention of one class.
 
     Attributes:
-        parameters: Those of the method.
-        scale: Of a layer, what scores are multiplied by.
-        soft_cap: Of a layer, None or the cap of scores.
-        dropout: Of a layer, the share of attention weights that is dropped in training.
-        window: None; else of a layer, its mask and the place of the first query, what is seen.
-        gives_scores: Whether the method returns a pair, whose second is the scores or None.
-        sees_all: Whether a query that sees nothing attends to all keys alike, and not to zeros:
-            where the layer drops nothing.
+        parameters: The parameters of the method.
+        scale: Returns a layer's factor of the scores.
+        soft_cap: Returns a layer's cap of the scores, or None.
+        dropout: Returns a layer's rate of dropout of attention weights in training.
+        window: None, or a function from a layer, its mask and the index of the first query to the mask
+            with the sliding window.
+        gives_scores: Whether the method returns a pair, whose second element is the scores or None.
+        sees_all: Whether a query whose keys are all masked attends equally to all keys, and not to
+            zeros, in a layer without dropout.
     """
 
     parameters: tuple[str, ...]
@@ -45,7 +46,7 @@ class AttentionCore:
 
 
 def core_of(layer: keras.layers.Layer) -> AttentionCore | None:
-    """What an attention layer computes between its projections; None where that is not known."""
+    """The attention of a layer between its projections; None if its class is not supported."""
     name = attention_core.name
     owner = next((owner for owner in type(layer).__mro__ if name in vars(owner)), None)
     if owner is None:
@@ -81,6 +82,7 @@ _PLAIN = AttentionCore(
 _QWEN = dataclasses.replace(
     _PLAIN, parameters=(*_PLAIN.parameters, "cache_update_index"), window=_qwen_window
 )
+_TRAINED = (*_PLAIN.parameters, "training")
 _GEMMA = AttentionCore(
     ("q", "k", "v", "attention_mask", "training", "cache_update_index"),
     _of_hidden_size,
@@ -90,17 +92,14 @@ _GEMMA = AttentionCore(
 )
 _CORES = {
     "keras.src.layers.attention.multi_head_attention.MultiHeadAttention": AttentionCore(
-        (
-            *("query", "key", "value", "attention_mask", "training"),
-            *("return_attention_scores", "use_causal_mask"),
-        ),
+        (*_TRAINED, "return_attention_scores", "use_causal_mask"),
         lambda layer: layer._inverse_sqrt_key_dim,
         dropout=lambda layer: layer._dropout,
         gives_scores=True,
         sees_all=True,
     ),
     "keras.src.layers.attention.grouped_query_attention.GroupedQueryAttention": AttentionCore(
-        ("query", "key", "value", "attention_mask", "training", "use_causal_mask"),
+        (*_TRAINED, "use_causal_mask"),
         lambda layer: layer._inverse_sqrt_head_dim,
         dropout=lambda layer: layer.dropout,
         gives_scores=True,
@@ -109,9 +108,7 @@ _CORES = {
     f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": _GEMMA,
     f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": _GEMMA,
     f"{_MODELS}gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": dataclasses.replace(
-        _PLAIN,
-        parameters=(*_PLAIN.parameters, "training"),
-        dropout=lambda layer: layer.dropout,
+        _PLAIN, parameters=_TRAINED, dropout=lambda layer: layer.dropout
     ),
     f"{_MODELS}llama.llama_attention.LlamaAttention": _PLAIN,
     f"{_MODELS}mistral.mistral_attention.CachedMistralAttention": _PLAIN,

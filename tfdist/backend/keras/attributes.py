@@ -1,6 +1,6 @@
-"""Private attributes of Keras' objects, each under a name of tfdist's and with a check.
+"""Private attributes of Keras' objects, each under a name of tfdist and with a check.
 
-Each stands here because Keras has no public one that says the same.
+They are used because Keras has no equivalent public attributes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tfdist.backend.keras.private import (
 
 
 class Attribute:
-    """An attribute that Keras gives to its objects: called with one, it returns its value.
+    """An attribute of Keras' objects: called with an object, it returns the value.
 
     Args:
-        name: Keras' name for it.
-        *owners: The classes, or the modules, whose code speaks of it.
-        since: The Keras that has it first: older ones know no such thing, and objects lack it.
+        name: Keras' name of the attribute.
+        *owners: The classes or modules whose code uses it.
+        since: The first version of Keras that has it; objects of older versions do not.
 
     Attributes:
-        is_known: Whether this Keras has it.
+        is_known: Whether this version of Keras has it.
 
     Raises:
-        ImportError: One of them does not.
+        ImportError: An owner does not use it.
     """
 
     def __init__(self, name: str, *owners: Any, since: tuple[int, int] = (3, 0)):
@@ -49,17 +49,17 @@ class Attribute:
                 raise moved(f"{owner.__name__}.{name}", "nothing")
 
     def __call__(self, thing, *default):
-        """The value that an object has, or the default where it has none."""
+        """The value of an object, or the default if the object does not have the attribute."""
         return getattr(thing, self.name, *default)
 
     def set(self, thing, value) -> None:
-        """Gives an object another value."""
+        """Sets the value of an object."""
         setattr(thing, self.name, value)
 
 
 @functools.cache
 def _names_in(owner) -> frozenset[str]:
-    """What a class of Keras, with those below it, or a module defines or its functions mention."""
+    """The names that a module, or a class of Keras with its base classes, defines or uses."""
     parts = [
         part
         for each in getattr(owner, "__mro__", (owner,))
@@ -71,52 +71,52 @@ def _names_in(owner) -> frozenset[str]:
     return frozenset([*(name for name, _ in parts), *mentioned])
 
 
-# Of variables. The memory: `value` autocasts, and gathers what ZeRO-3 has sharded.
+# Of variables. The storage: `value` autocasts, and gathers the shards of ZeRO-3.
 stored_value = Attribute("_value", keras.Variable)
-# Past mixed precision, for which `dtype` answers; and the method that casts.
+# Without mixed precision, which changes `dtype`; and the method that casts.
 stored_dtype = Attribute("_dtype", keras.Variable)
 autocast = Attribute("_maybe_autocast", keras.Variable)
-# Settable, for a variable that is cut to a slice.
+# Settable, for a variable that is reduced to a slice.
 stored_shape = Attribute("_shape", keras.Variable)
 
-# Of layers. Without the layers inside, whose variables the public lists contain.
+# Of layers. Without sublayers, whose variables the public lists contain.
 own_trainable = Attribute("_trainable_variables", keras.Layer)
 own_non_trainable = Attribute("_non_trainable_variables", keras.Layer)
 sublayers = Attribute("_layers", keras.Layer)
-# A method. `losses` has those of the layers inside, and regularizers.
+# A method. `losses` includes those of sublayers, and regularizers.
 own_losses = Attribute("_get_own_losses", keras.Layer)
-# Settable alone: the public setter changes the map of policies that other layers share.
+# Set directly: the public setter changes the map of policies that other layers share.
 dtype_policy = Attribute("_dtype_policy", keras.Layer)
-# The variables: `kernel` and `embeddings` add what LoRA has learnt, and unpack quantized ones.
+# The variables: `kernel` and `embeddings` add the update of LoRA, and unpack quantized ones.
 _PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
 kernel_of = Attribute("_kernel", *_PRODUCTS)
 table_of = Attribute("_embeddings", keras.layers.Embedding)
-# How a kernel of int4 is packed, and which of its dims are summed over.
-# Before 3.14 int4 is packed otherwise, by inputs and without blocks.
+# The packing of an int4 kernel, and its reduced dims. Before 3.14 int4 is packed differently, by inputs
+# and without blocks.
 int4_block_size = Attribute("_int4_block_size", *_PRODUCTS, since=(3, 14))
 int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense)
 int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense, since=(3, 14))
 int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense, since=(3, 14))
 quantization_axes = Attribute("_kernel_reduced_axes", keras.layers.EinsumDense)
-# A method, from the scales of an int8 kernel to what the kernel itself is divided by.
+# A method, from the scales of an int8 kernel to the divisors of the kernel itself.
 adjust_scale = Attribute("_adjust_scale_for_dequant", keras.layers.EinsumDense)
-# Grouped attention has no public ones, and alone a gate: since 3.14.
+# Grouped attention has no public ones; only it has a gate, since 3.14.
 _BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
 projections = {
     part: Attribute(f"_{part}_dense", *_BOTH) for part in ("query", "key", "value", "output")
 }
 projections["gate"] = Attribute("_gate_dense", _BOTH[0], since=(3, 14))
 attention_core = Attribute("_compute_attention", *_BOTH)
-# Grouped attention notes it for its core, and others are told.
+# Grouped attention stores it for its core; others pass it as an argument.
 returns_scores = Attribute("_return_attention_scores", keras.layers.GroupQueryAttention)
 
-# Of tensors. Which call made a symbolic one, and the logits that an activation has left.
+# Of tensors. The call that created a symbolic one, and the logits set by an activation.
 history = Attribute("_keras_history", Node)
 # Of operations, to which the history points.
 inbound_nodes = Attribute("_inbound_nodes", Operation)
 keras_logits = Attribute("_keras_logits", nn)
 
-# Of losses and metrics of functions: what they call, and how.
+# Of losses and metrics of functions: the function and its arguments.
 loss_arguments = Attribute("_fn_kwargs", LossFunctionWrapper)
 metric_arguments = Attribute("_fn_kwargs", keras.metrics.MeanMetricWrapper)
 metric_function = Attribute("_fn", keras.metrics.MeanMetricWrapper)
@@ -127,45 +127,44 @@ compile_metrics = Attribute("_compile_metrics", TensorFlowTrainer)
 loss_tracker = Attribute("_loss_tracker", TensorFlowTrainer)
 # A method. `metrics` goes through the layers too.
 own_metrics = Attribute("_get_own_metrics", TensorFlowTrainer)
-# Where `fit` begins, as Keras' BackupAndRestore sets it.
+# The first epoch of `fit`, as set by Keras' BackupAndRestore.
 initial_epoch = Attribute("_initial_epoch", TensorFlowTrainer)
-# None for a model made outside of any scope, where `distribute_strategy` is that in scope.
+# None for a model created outside any scope; `distribute_strategy` is then the current strategy.
 made_under = Attribute("_distribute_strategy", TensorFlowTrainer)
 
-# Of optimizers. Without those of an optimizer inside.
+# Of optimizers. Without the variables of an inner optimizer.
 own_variables = Attribute("_variables", BaseOptimizer)
-# A method: which of the optimizer's variables are those of a parameter, or of what it is in TensorFlow.
+# A method: the index of the optimizer's variables for a parameter, or for its TensorFlow variable.
 place_of = Attribute("_get_variable_index", BaseOptimizer)
-# `iterations` has updates alone, where gradients are accumulated.
+# `iterations` only counts updates if gradients are accumulated.
 micro_steps = Attribute("_iterations", BaseOptimizer)
 momentums = Attribute("_momentums", keras.optimizers.RMSprop, keras.optimizers.Adam)
 velocities = Attribute("_velocities", keras.optimizers.Adam)
 
-# Of ModelCheckpoint, for a `fit` that goes on.
+# Of ModelCheckpoint, for a `fit` that resumes.
 batches_since_save = Attribute("_batches_seen_since_last_saving", keras.callbacks.ModelCheckpoint)
 last_batch = Attribute("_last_batch_seen", keras.callbacks.ModelCheckpoint)
 
-# Of Keras' loop over batches, for a `fit` that goes on. `num_batches` is `steps_per_epoch` first.
+# Of Keras' loop over batches, for a `fit` that resumes. `num_batches` is `steps_per_epoch` at first.
 current_iterator = Attribute("_current_iterator", EpochIterator)
 num_batches = Attribute("_num_batches", EpochIterator)
 steps_seen = Attribute("_steps_seen", EpochIterator)
 get_iterator = Attribute("_get_iterator", TFEpochIterator)
 distributed_dataset = Attribute("_distributed_dataset", TFEpochIterator)
-data_strategy = Attribute("_distribute_strategy", TFEpochIterator)
 
 
 def variables_of_layer(layer: keras.Layer) -> list[keras.Variable]:
-    """The variables of a layer, without those of the layers inside it."""
+    """The variables of a layer, without those of its sublayers."""
     return [*own_trainable(layer), *own_non_trainable(layer)]
 
 
 def loss_variables(model) -> set[int]:
-    """The ids of the variables that count a model's reported loss; none before `compile`."""
+    """The ids of the variables of a model's loss metric; none before `compile`."""
     return {id(variable) for variable in getattr(loss_tracker(model, None), "variables", ())}
 
 
 def count_batch(model, y, y_pred, sample_weight, rows):
-    """The loss of `compile`, which is counted, and so are the metrics; none of them is read."""
+    """Computes the loss of `compile`, and updates the loss metric and the metrics without reading them."""
     loss = compile_loss(model)(y, y_pred, sample_weight)
     loss_tracker(model).update_state(loss, sample_weight=rows)
     if compile_metrics(model) is not None:

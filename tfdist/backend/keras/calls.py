@@ -1,11 +1,11 @@
-"""The calls of a functional model, those inside of the models that it calls among them.
+"""The calls of a functional model, including those inside the models that it calls.
 
-A task of KerasHub calls its backbone as one layer; a pipeline must see the blocks in there.
+A task of KerasHub calls its backbone as one layer; a pipeline requires access to the blocks inside.
 
-- `Function._nodes_by_depth` and `Node`: the order in which a functional model runs, what feeds what.
+- `Function._nodes_by_depth` and `Node`: the order in which a functional model runs, and its data flow.
 - `Functional._standardize_inputs`: inputs in the order of `model.inputs`, in their dtypes.
 
-`tests/backend/keras/test_calls.py` fails where one of them moves.
+`tests/backend/keras/test_calls.py` fails if one of them changes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Call:
     """A call of a layer or of an operation on symbolic tensors.
 
     Attributes:
-        operation: What is called.
-        args: Positional arguments, with symbolic tensors in them.
-        kwargs: Keyword arguments, likewise.
-        reads: The tensors among the arguments.
+        operation: The layer or operation.
+        args: Positional arguments, which may contain symbolic tensors.
+        kwargs: Keyword arguments, which may contain symbolic tensors.
+        reads: The tensors in the arguments.
         makes: The tensors that it returns.
     """
 
@@ -43,33 +43,33 @@ def functional_of(model: keras.Model) -> Functional:
     """The graph of a Sequential or functional model.
 
     Raises:
-        ValueError: The model is neither, or what its graph says is not what it does.
+        ValueError: The model is neither, or its `call` is overridden.
     """
     if isinstance(model, keras.Sequential):
         if not model.built:
             raise ValueError(
-                f"The model `{model.name}` has no input shape yet: begin it with a keras.Input."
+                f"The input shape of the model `{model.name}` is not known. Begin it with a keras.Input."
             )
         model = model._functional
     if not isinstance(model, Functional) or owns_call(model):
-        own = " with a `call` of its own" if isinstance(model, Functional) else ""
+        own = " with an overridden `call`" if isinstance(model, Functional) else ""
         raise ValueError(
-            "A pipeline is cut out of a list of layers, a Sequential or a functional model, whose "
-            f"parts can be seen. Received: `{model.name}` of type {type(model).__name__}{own}."
+            "A pipeline requires a list of layers, a Sequential or a functional model. Received: "
+            f"`{model.name}` of type {type(model).__name__}{own}."
         )
     return model
 
 
 def owns_call(model: keras.Model) -> bool:
-    """Whether a functional model does something else when it is called than its graph says."""
+    """Whether a functional model overrides `call`, so that a call may differ from its graph."""
     return type(model).call not in (Functional.call, keras.Sequential.call) or "call" in vars(model)
 
 
 def made_by(tensor) -> tuple[Operation, list[keras.KerasTensor]] | None:
-    """The operation that made a symbolic tensor, and the symbolic tensors that it read.
+    """The operation that created a symbolic tensor, and the symbolic tensors in its arguments.
 
     Returns:
-        None for a tensor that is not symbolic, and for one that comes from nowhere.
+        None for a tensor that is not symbolic, or that was not created by an operation.
     """
     made = history(tensor, None) if _is_symbolic(tensor) else None
     if made is None or made.operation is None:
@@ -78,10 +78,10 @@ def made_by(tensor) -> tuple[Operation, list[keras.KerasTensor]] | None:
 
 
 def calls_of(model: keras.Model) -> tuple[list[Call], list[keras.KerasTensor]]:
-    """The calls of a model in the order in which Keras runs them, and what it returns.
+    """The calls of a model in the order in which Keras runs them, and its outputs.
 
-    Models that the model calls are looked into, unless their graph is not all that they do. Each
-    call of one has tensors of its own.
+    Models that the model calls are replaced by their calls, unless their graph does not describe them
+    completely. Each call of a model has separate tensors.
 
     Returns:
         The calls, and the model's outputs: tensors of these calls, or inputs of the model.
@@ -97,22 +97,22 @@ def calls_of(model: keras.Model) -> tuple[list[Call], list[keras.KerasTensor]]:
 
 
 def flat_inputs(model: keras.Model, x) -> list:
-    """What is given to a model as inputs, in the order of `model.inputs` and in their dtypes.
+    """The inputs in a call of a model, in the order of `model.inputs` and in their dtypes.
 
     Raises:
-        ValueError: They are not the inputs of this model.
+        ValueError: They do not match the inputs of this model.
     """
     found = functional_of(model)._standardize_inputs(x)
     if len(found) != len(model.inputs):
         names = [tensor.name for tensor in model.inputs]
         given = keras.tree.map_structure(lambda tensor: tuple(tensor.shape), x)
         raise ValueError(
-            f"`{model.name}` has the inputs {names}. Received tensors of shapes {given}."
+            f"`{model.name}` requires the inputs {names}. Received: tensors of shapes {given}."
         )
     for tensor, symbol in zip(found, model.inputs, strict=True):
         if tensor is None:
             raise ValueError(
-                f"A pipeline takes a tensor for each input. Received: None for `{symbol.name}`."
+                f"A pipeline requires a tensor for each input. Received: None for `{symbol.name}`."
             )
     return found
 
@@ -137,7 +137,7 @@ def model_of(
 
 
 def _add(calls: list[Call], graph: Functional, known: dict, *, as_they_are: bool) -> None:
-    """Adds the calls of a graph, whose tensors by id are put into `known`."""
+    """Adds the calls of a graph, and its tensors by id to `known`."""
     for depth in sorted(graph._nodes_by_depth, reverse=True):
         for node in graph._nodes_by_depth[depth]:
             if node.is_input:
@@ -160,46 +160,44 @@ def _add(calls: list[Call], graph: Functional, known: dict, *, as_they_are: bool
 def _graph_inside(
     operation: Operation, args: tuple, kwargs: dict
 ) -> tuple[Functional, list[keras.KerasTensor]] | None:
-    """The graph of a model that is called, if running its calls one by one is the same.
+    """The graph of a called model, if running its calls one by one is equivalent.
 
     Returns:
-        The graph, and what it is called on in the order of its inputs.
+        The graph, and the arguments in the order of its inputs.
     """
     if not isinstance(operation, Functional | keras.Sequential) or owns_call(operation):
         return None
-    if type(operation).__call__ is not keras.Layer.__call__:
-        return None
     graph = operation._functional if isinstance(operation, keras.Sequential) else operation
-    if graph is None or operation.activity_regularizer is not None:
+    is_plain = type(operation).__call__ is keras.Layer.__call__
+    if graph is None or not is_plain or operation.activity_regularizer is not None:
         return None
-    # Keras hands down the `training` of the outermost model, whatever a call inside says. It notes
-    # the masks of what a model is called on as an argument, in the structure of that.
+    # Keras passes the `training` of the outermost model, regardless of the argument of an inner call. The
+    # masks of a model's inputs are another argument, with the structure of the inputs.
     others = {k: v for k, v in kwargs.items() if k not in ("inputs", "training")}
-    if any(value is not None for value in keras.tree.flatten(others)):
-        return None
     first = [*args, *([kwargs["inputs"]] if "inputs" in kwargs else [])]
-    given = _by_input(graph, first[0]) if len(first) == 1 else None
-    fits = given is not None and all(
-        # A mask from outside is not in the tensors inside. Keras changes ranks that do not fit.
+    if len(first) != 1 or any(value is not None for value in keras.tree.flatten(others)):
+        return None
+    given = _by_input(graph, first[0])
+    fits = len(given) == len(graph.inputs) and all(
+        # A mask from outside is not in the inner tensors. Keras changes the ranks of some tensors.
         _is_symbolic(t) and get_keras_mask(t) is None and len(t.shape) == len(own.shape)
         for t, own in zip(given, graph.inputs, strict=True)
     )
-    return (graph, given) if given is not None and fits else None
+    return (graph, given) if fits else None
 
 
-def _by_input(graph: Functional, given) -> list | None:
-    """Arguments in the order of the inputs of a graph, as Keras finds them."""
+def _by_input(graph: Functional, given) -> list:
+    """Arguments in the order of the inputs of a graph, as in Keras; [] if a name is missing."""
     if isinstance(given, dict) and not isinstance(graph.input, dict):
         names = [tensor.name for tensor in graph.inputs]
-        given = [given[name] for name in names] if set(names) <= given.keys() else None
-    flat = [] if given is None else keras.tree.flatten(given)
-    return flat if len(flat) == len(graph.inputs) else None
+        return keras.tree.flatten([given[name] for name in names if name in given])
+    return [] if given is None else keras.tree.flatten(given)
 
 
 def _entered(
     calls: list[Call], graph: Functional, given: list[keras.KerasTensor]
 ) -> list[keras.KerasTensor]:
-    """What the calls inside begin with; a model casts its inputs to the dtypes that it was made for."""
+    """The inputs of the inner calls; a model casts its inputs to the dtypes of its graph."""
     found = []
     for tensor, own in zip(given, graph.inputs, strict=True):
         if tensor.dtype != own.dtype:
@@ -212,15 +210,14 @@ def _entered(
 
 
 def _filled(structure, known: dict):
-    """A structure with other tensors in the place of those that are known by id."""
+    """A structure with its tensors replaced by id."""
     return keras.tree.map_structure(lambda x: known[id(x)] if _is_symbolic(x) else x, structure)
 
 
 def _copy(tensor: keras.KerasTensor) -> keras.KerasTensor:
-    """A tensor of the same kind that comes from nowhere yet."""
+    """A tensor of the same kind without a history."""
     copy = keras.KerasTensor(tensor.shape, tensor.dtype, sparse=tensor.sparse, name=tensor.name)
-    mask = get_keras_mask(tensor)
-    if mask is not None:
+    if (mask := get_keras_mask(tensor)) is not None:
         set_keras_mask(copy, mask)
     return copy
 

@@ -1,9 +1,9 @@
-"""Which layers got their name from Keras, and which from the user.
+"""Distinguishes names of layers that Keras has generated from those that the user has chosen.
 
-Keras names a layer after its class and numbers it by how many of the class the process has made:
-`dense_7`. Such a number says nothing to another process; a number that the user wrote does. Keras does
-not keep which it was (`Operation.__new__` drops `name` from the arguments that it records), so the
-constructor is watched from the import of tfdist on.
+Keras names a layer after its class and the number of objects of that class in the process: `dense_7`. Such a
+number has no meaning in another process; a number that the user has chosen does. Keras does not store the
+difference (`Operation.__new__` drops `name` from the recorded arguments), so the constructor is patched when
+tfdist is imported.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import functools
 import inspect
 import re
 
+from tfdist.backend.graph.loops import callers
 from tfdist.backend.keras.patching import moved
 from tfdist.backend.keras.private import Operation, to_snake_case
 
-#: In what an object has: whether Keras made up its name. A copy of the object has it, too.
+#: The attribute of an object, and of its copies: whether Keras has generated its name.
 _MARK = "_tfdist_name_is_made_up"
 _watches = False
 
 
 def watch() -> None:
-    """Watches the constructor of all layers from now on; a second call changes nothing.
+    """Patches the constructor of all layers; a second call has no effect.
 
     Raises:
-        ImportError: The constructor of this Keras is another.
+        ImportError: The constructor of this Keras has a different signature.
     """
     global _watches
     if _watches:
@@ -36,7 +37,7 @@ def watch() -> None:
     @functools.wraps(original)
     def watched(self, name=None):
         original(self, name=name)
-        # Past what layers do with their attributes.
+        # Bypasses the attribute tracking of layers.
         vars(self)[_MARK] = name is None or (_looks_made_up(self) and _comes_from_a_config())
 
     Operation.__init__ = watched
@@ -44,10 +45,10 @@ def watch() -> None:
 
 
 def is_made_up(layer) -> bool:
-    """Whether Keras made up the name of a layer.
+    """Whether Keras has generated the name of a layer.
 
-    Of one that was made before tfdist was imported, or from a config (`clone_model`, `load_model`),
-    it is not known: then a name that looks like one of Keras' counts as one.
+    For a layer created before the import of tfdist, or from a config (`clone_model`, `load_model`), it is
+    unknown: then a name in the form of Keras' names counts as generated.
     """
     return _looks_made_up(layer) and vars(layer).get(_MARK, True)
 
@@ -57,17 +58,12 @@ def _looks_made_up(layer) -> bool:
 
 
 def _comes_from_a_config() -> bool:
-    """Whether an object is being made by a `from_config`, which passes on any name."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "from_config":
-            return True
-        frame = frame.f_back
-    return False
+    """Whether the caller is inside a `from_config`, which passes the name in any case."""
+    return any(frame.f_code.co_name == "from_config" for frame in callers(inspect.currentframe()))
 
 
 def plain_name(kind: type) -> str:
-    """The name that Keras makes up for the first object of a class."""
+    """The name that Keras generates for the first object of a class."""
     return to_snake_case(kind.__name__)
 
 

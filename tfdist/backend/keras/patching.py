@@ -1,4 +1,4 @@
-"""How a function of Keras is replaced: by name, with its signature checked."""
+"""Replaces functions of Keras by name, after a check of their signatures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _applied: set[tuple[int, str, int]] = set()
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """A function of Keras and what is called in its stead.
+    """A function of Keras and its replacement.
 
     Attributes:
         owner: The module or class.
         name: The function's name there.
-        parameters: The first parameters that the patch counts on.
-        call: Called in its stead, with Keras' own function as the keyword `original`.
+        parameters: The first parameters that the patch requires.
+        call: The replacement, with Keras' own function as the keyword argument `original`.
     """
 
     owner: object
@@ -37,7 +37,7 @@ def apply_patches(patches: Sequence[Patch]) -> None:
     """Replaces each function that is not replaced yet.
 
     Raises:
-        VersionError: Keras has no such function, or its parameters are others.
+        VersionError: Keras has no such function, or its parameters differ.
     """
     for patch in patches:
         key = (id(patch.owner), patch.name, id(patch.call))
@@ -50,10 +50,10 @@ def apply_patches(patches: Sequence[Patch]) -> None:
 
 
 def check_parameters(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
-    """Compares a function of Keras and its first parameters with what tfdist relies on.
+    """Checks that Keras has a function with the first parameters that tfdist requires.
 
     Raises:
-        VersionError: There is none, or its parameters are others.
+        VersionError: There is no such function, or its parameters differ.
     """
     function = getattr(owner, name, None)
     found = tuple(inspect.signature(function).parameters) if callable(function) else ()
@@ -62,18 +62,18 @@ def check_parameters(owner: Any, name: str, parameters: tuple[str, ...]) -> None
 
 
 def moved(expected: str, found: object) -> VersionError:
-    """The error for a Keras that lacks something that tfdist relies on."""
+    """The error for a Keras that lacks something that tfdist requires."""
     return VersionError(
-        f"This tfdist knows another Keras than {keras.__version__}: it relies on `{expected}`. "
-        f"Found: {found}. Install the Keras that it was tested with: pip install "
+        f"This version of tfdist requires `{expected}` of Keras. Received: {found} in Keras "
+        f"{keras.__version__}. Install a version with which it was tested: pip install "
         f"'keras{range_of('keras')}'."
     )
 
 
 def replacement(original: Callable, call: Callable) -> Callable:
-    """A copy of `call` whose keyword `original` is bound; users see the name and the signature of `original`.
+    """A copy of `call` with `original` bound, and with the name and the signature of `original`.
 
-    No function stands between the caller and the copy: tracebacks and steps of a debugger stay short.
+    There is no wrapper between the caller and the copy, which keeps tracebacks short.
     """
     function = types.FunctionType(
         call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__

@@ -1,8 +1,9 @@
-"""The private names of Keras that tfdist uses: imported here, and nowhere else.
+"""The private names of Keras that tfdist uses, which are imported only here.
 
-`strategies/keras_patches/` says which of them are patched. `check_signatures` compares the functions
-that are called with what is relied on.
+`strategies/keras_patches/` patches some of them. `check_signatures` checks the functions that are called.
 """
+
+# ruff: noqa: F401  Other modules import these names from here.
 
 from __future__ import annotations
 
@@ -34,58 +35,25 @@ from keras.src.utils.naming import to_snake_case
 
 from tfdist.backend.keras.patching import check_parameters, moved
 
-__all__ = [
-    "GLOBAL_SEED_GENERATOR",
-    "BaseOptimizer",
-    "CompileLoss",
-    "CompileMetrics",
-    "EpochIterator",
-    "Functional",
-    "GeneratorDataAdapter",
-    "LossFunctionWrapper",
-    "LossScaleOptimizer",
-    "Node",
-    "Operation",
-    "PyDatasetAdapter",
-    "SeedGenerator",
-    "TFEpochIterator",
-    "TFOptimizer",
-    "TensorFlowTrainer",
-    "all_layers",
-    "check_signatures",
-    "draw_seed",
-    "get_keras_mask",
-    "global_state",
-    "object_registration",
-    "h5_dataset",
-    "file_utils",
-    "in_stateless_scope",
-    "loss_module",
-    "nn",
-    "saving_lib",
-    "set_keras_mask",
-    "to_snake_case",
-]
-
-#: The name of the global generator. Keras 3.12 has it in its code alone, `check_signatures` looks.
+#: The name of the global generator. In Keras 3.12 it is a constant in code; see `check_signatures`.
 GLOBAL_SEED_GENERATOR = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
 
 
 def h5_dataset(store: saving_lib.H5IOStore, group: Any, key: str) -> Any:
-    """A data set of a file of weights, which Keras has checked: it holds no link to another file.
+    """A dataset of a file of weights, checked by Keras: it has no link to another file.
 
     Raises:
-        KeyError: The group has none of this name.
-        ValueError: It is no data set, or a link.
+        KeyError: The group has no dataset of this name.
+        ValueError: It is not a dataset, or it is a link.
     """
-    # Keras 3.13 has not what 3.12.3 and 3.14 have; its stores check what they were given.
+    # Keras 3.13 lacks the function of 3.12.3 and 3.14; its stores check their datasets.
     if hasattr(saving_lib, "safe_get_h5_dataset"):
         return saving_lib.safe_get_h5_dataset(group, key)
     return store._verify_dataset(group[key])
 
 
 def all_layers(model: keras.Layer, **options) -> list[keras.Layer]:
-    """A model or layer, and the layers in it and in these."""
+    """A model or layer, and all of its sublayers, recursively."""
     return model._flatten_layers(**options)
 
 
@@ -108,7 +76,7 @@ _CALLED = (
 
 
 def check_signatures() -> None:
-    """Compares Keras' functions with what tfdist relies on; raises ImportError if one has moved."""
+    """Checks the signatures of Keras' functions; raises ImportError if one has changed."""
     for called in _CALLED:
         check_parameters(*called)
     if not hasattr(saving_lib, "safe_get_h5_dataset"):

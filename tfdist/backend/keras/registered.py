@@ -1,4 +1,4 @@
-"""Registered classes of tfdist, which Keras finds by name without a prior import of their modules."""
+"""Registered classes of tfdist, which Keras finds by name before their modules are imported."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _modules: dict[str, str] = {}
 
 
 def find_in(modules: Mapping[str, str]) -> None:
-    """Has Keras import a module where a saved model names a class that the module registers.
+    """Has Keras import the module of a registered class when a saved model contains the class.
 
     Args:
-        modules: By the registered name without its package, the module.
+        modules: The module of each class, by the registered name without its package.
     """
     _modules.update(modules)
     apply_patches(PATCHES)

@@ -1,8 +1,8 @@
-"""Arrays of Keras' weight files that are not read before they are needed, and then in part.
+"""Arrays of Keras' weight files that are read on demand, and in part.
 
-Keras reads each array of a file whole before it is assigned. Inside `arrays_on_demand` its stores
-give `StoredArray`s instead. `H5IOStore.__getitem__` and what it reads by are Keras' own;
-`tests/backend/keras/test_stored.py` fails where they move.
+Keras reads each array of a file completely before it is assigned. Inside `arrays_on_demand` its stores
+return `StoredArray`s instead. `H5IOStore.__getitem__` is internal to Keras;
+`tests/backend/keras/test_stored.py` fails if it changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -18,19 +17,20 @@ import numpy as np
 
 from tfdist.backend.keras.attributes import Attribute
 from tfdist.backend.keras.private import h5_dataset, saving_lib
+from tfdist.utils.temporary import attributes_set
 
 _entry = Attribute("_h5_entry_group", saving_lib.H5IOStore)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array of an HDF5 file, which is read by whatever takes it for a NumPy array.
+    """An array of an HDF5 file, which is read when it is used as a NumPy array.
 
     Attributes:
         file: The path of the file.
-        name: The data set's name in it.
-        shape: Its shape.
-        dtype: Its dtype.
+        name: The dataset's name in the file.
+        shape: The array's shape.
+        dtype: The array's dtype.
     """
 
     file: str
@@ -39,12 +39,12 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
     dtype: Any
 
     def read(self, index: Any = ()) -> np.ndarray:
-        """Reads the array, or what an index selects of it."""
+        """Reads the array, or the part that an index selects."""
         import h5py
 
         with h5py.File(self.file, "r") as file:
             found = np.asarray(file[self.name][index])
-        # What NumPy knows no name of is stored as bytes.
+        # Dtypes that NumPy does not define are stored as bytes.
         return found.view(self.dtype) if found.dtype.kind == "V" else found
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -54,7 +54,7 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Marks and protocols that others look for.
+        if name.startswith("_"):  # Markers and protocols that others look up.
             raise AttributeError(name)
         return getattr(self.read(), name)
 
@@ -68,7 +68,7 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _stored(store, key: str) -> StoredArray | None:
-    """An array of a store that is a file; None for other stores, as archives are."""
+    """An array of a store that is a file; None for other stores, such as archives."""
     dataset = h5_dataset(store, _entry(store), key)
     file = dataset.file.filename
     if store.archive or not os.path.isfile(file):
@@ -78,18 +78,12 @@ def _stored(store, key: str) -> StoredArray | None:
     return StoredArray(file, dataset.name, tuple(dataset.shape), dtype)
 
 
-@contextlib.contextmanager
-def arrays_on_demand() -> Iterator[None]:
-    """Inside, files of weights give `StoredArray`s; archives and buffers give arrays, as ever."""
-    kind = saving_lib.H5IOStore
-    stock = kind.__getitem__
+def arrays_on_demand() -> contextlib.AbstractContextManager[None]:
+    """Has files of weights return `StoredArray`s inside; archives and buffers return arrays as usual."""
+    stock = saving_lib.H5IOStore.__getitem__
 
     def get(store, key):
         found = _stored(store, key)
         return stock(store, key) if found is None else found
 
-    kind.__getitem__ = get
-    try:
-        yield
-    finally:
-        kind.__getitem__ = stock
+    return attributes_set(saving_lib.H5IOStore, __getitem__=get)

@@ -1,7 +1,7 @@
-"""When `fit` calls a model's training function, and when that has returned.
+"""Hooks before and after each call of a model's training function by `fit`.
 
-`CallbackList` is the only place of Keras that both pass by; a function around the training function would
-stand in the stack of everything that a step traces.
+They patch `CallbackList`, since a wrapper of the training function would be in the stack of everything that
+a step traces.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ import keras
 
 from tfdist.backend.keras.patching import Patch, apply_patches
 
-#: By model what to call before and after.
-_watchers: weakref.WeakKeyDictionary[Any, list[tuple[Callable, Callable]]] = (
-    weakref.WeakKeyDictionary()
-)
+#: By model, the functions to be called before and after.
+_watchers: weakref.WeakKeyDictionary[Any, list[tuple]] = weakref.WeakKeyDictionary()
 
 
 def watch_calls(
     model: keras.Model, begin: Callable[[], None], end: Callable[[], None]
 ) -> Callable[[], None]:
-    """Calls functions around each call of the training function by `fit`, in the thread that trains.
+    """Calls functions before and after each call of the training function, in the thread that trains.
 
     Args:
         model: The model.
-        begin: Called before, after all callbacks' `on_train_batch_begin`.
-        end: Called after; not where the data has ended instead, or the call has raised.
+        begin: Called before it, after all callbacks' `on_train_batch_begin`.
+        end: Called after it, unless the data has ended or the call has raised.
 
     Returns:
-        What ends that.
+        A function that removes the hooks.
     """
     apply_patches(_PATCHES)
     watcher = begin, end

@@ -1,4 +1,4 @@
-"""Keras variables whose memory is another: Keras' hooks for that have private names."""
+"""Keras variables with a different storage, through private hooks of Keras."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import tensorflow as tf
 
 from tfdist.backend.keras.attributes import stored_value
 
-#: Under which a `tf.train.Checkpoint` has the value of any variable.
+#: The key of a variable's value in a `tf.train.Checkpoint`.
 _SAVED = "VARIABLE_VALUE"
 
 
 class HookedVariable(keras.Variable):
-    """A Keras variable that says itself what it stores of a value."""
+    """A Keras variable whose subclasses define how a value is stored."""
 
     def store(self, value) -> None:
-        """Makes the memory, with its first value."""
+        """Creates the storage, with the first value."""
         super()._initialize(value)
 
     def overwrite(self, value) -> None:
-        """Assigns a value, of which `assign` has checked the shape."""
+        """Assigns a value whose shape was checked by `assign`."""
         super()._direct_assign(value)
 
     def _initialize(self, value):
@@ -33,7 +33,7 @@ class HookedVariable(keras.Variable):
         return stored_value(self)._shared_name
 
     def _serialize_to_tensors(self):
-        # Keras' own asks `value` for all of this, which is a tensor here.
+        # Keras' implementation calls a method of `value`, which is a tensor here.
         return {_SAVED: tf.convert_to_tensor(self.value)}
 
     def _restore_from_tensors(self, restored_tensors):
@@ -41,6 +41,6 @@ class HookedVariable(keras.Variable):
 
 
 def renew(variable: keras.Variable, value) -> None:
-    """Gives a variable new memory with a value, maybe of another shape; `assign` keeps the old."""
+    """Creates a new storage of a variable with a value, whose shape may differ, unlike in `assign`."""
     with tf.init_scope():
         variable._initialize(value)

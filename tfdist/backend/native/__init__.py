@@ -1,7 +1,6 @@
-"""The transport library: messages from rank to rank, and sums in a fixed order, in C++.
+"""The transport library: messages between ranks, and sums in a fixed order, in C++.
 
-`tfdist-install-horovod` builds it for the TensorFlow that is installed. Without it collectives go
-through the engine.
+`tfdist-install-horovod` builds it for the installed TensorFlow. Without it collectives use the engine.
 """
 
 from tfdist.backend.native.library import TRANSPORT, Library, functions

@@ -1,4 +1,4 @@
-"""A compiled library of TensorFlow operations: its path, how it is built and how it is loaded."""
+"""A compiled library of TensorFlow operations: its path, build and import."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _FLAGS = (
     "-shared",
     "-fPIC",
     "-O3",
-    "-fopenmp-simd",  # Sums of a loop may be taken in parts.
-    # A choice of two numbers is no branch: without AVX-512 loops of it would not be vectors.
+    "-fopenmp-simd",  # Allows reordered sums in loops that are marked for it.
+    # Without AVX-512 loops with a conditional expression would not be vectorized.
     "-fno-trapping-math",
 )
 
 
 class Library:
-    """A library that `tfdist-install-horovod` builds next to its sources, for the TensorFlow that is installed.
+    """A library that `tfdist-install-horovod` builds next to its sources, for the installed TensorFlow.
 
     Args:
-        folder: The folder of the sources: all its files *.cc.
-        what: What the library is, for messages.
+        folder: The folder of the sources, *.cc.
+        what: A name of the library, for messages.
     """
 
     def __init__(self, folder: Path, what: str):
@@ -48,7 +48,7 @@ class Library:
         self._loaded: Any = None
 
     def path(self) -> Path:
-        """Where the library for this TensorFlow, Python and source is, or would be."""
+        """The path of the library for this TensorFlow, platform and source, whether it exists or not."""
         digest = hashlib.sha256(tf.version.VERSION.encode() + sysconfig.get_platform().encode())
         for file in (*self._sources, *self._headers):
             digest.update(file.read_bytes())
@@ -56,90 +56,74 @@ class Library:
         return self._folder / f"tfdist-{digest.hexdigest()[:16]}.so"
 
     def build(self, compiler: Sequence[str] = ("g++",)) -> Path:
-        """Compiles the library unless it is there, and returns its path.
+        """Compiles the library unless it exists, and returns its path.
 
         Args:
             compiler: The command of a C++17 compiler.
 
         Raises:
-            RuntimeError: The compiler failed; the message holds what it said.
-            OSError: There is no compiler of that name, or the package's folder cannot be written.
+            RuntimeError: The compiler failed; the message contains its output.
+            OSError: The compiler was not found, or the package's folder is not writable.
         """
         path = self.path()
         if path.exists() and matches_digest(path):
             return path
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="build-") as folder:
             made = Path(folder) / path.name
-            finished = run_in_session(
-                [
-                    *compiler,
-                    *_FLAGS,
-                    f"-I{_HERE}",
-                    *tf.sysconfig.get_compile_flags(),
-                    *map(str, self._sources),
-                    "-o",
-                    str(made),
-                    *tf.sysconfig.get_link_flags(),
-                ],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            flags = [*_FLAGS, f"-I{_HERE}", *tf.sysconfig.get_compile_flags()]
+            files = [*map(str, self._sources), "-o", str(made), *tf.sysconfig.get_link_flags()]
+            command = [*compiler, *flags, *files]
+            finished = run_in_session(command, stderr=subprocess.PIPE, text=True)
             if finished.returncode:
                 raise RuntimeError(f"{finished.stderr[-4000:]}\n{compiler[0]} failed, see above.")
-            for old in (
-                *self._folder.glob("tfdist-*.so"),
-                *self._folder.glob("tfdist-*.so.sha256"),
-            ):
-                old.unlink()
-            # In one step: another process finds the whole library or none.
+            for pattern in ("tfdist-*.so", "tfdist-*.so.sha256"):
+                for old in self._folder.glob(pattern):
+                    old.unlink()
+            # Atomically: another process finds the complete library or none.
             os.replace(made, path)
             write_digest(path)
         self._found = None
         return path
 
     def find(self) -> Path | None:
-        """The library, if it has been built and is as it was built; a line is logged if it is not."""
+        """The library, if it has been built and matches its digest; a mismatch is logged."""
         if self._found is None:
             path = self.path()
-            if not path.exists():
-                self._found = (None,)
-            elif matches_digest(path):
-                self._found = (path,)
-            else:
-                self._found = (None,)
+            is_intact = path.exists() and matches_digest(path)
+            self._found = (path if is_intact else None,)
+            if path.exists() and not is_intact:
                 _logger.warning(
-                    "%s is not loaded: it does not match the digest of what was built. Run "
-                    "tfdist-install-horovod.",
+                    "%s is not loaded: it does not match its digest. Run tfdist-install-horovod.",
                     path,
                 )
         return self._found[0]
 
     def load(self) -> Any:
-        """Returns the module of operations that TensorFlow makes of the library.
+        """Returns the module of operations that TensorFlow creates from the library.
 
         Raises:
-            FileNotFoundError: It has not been built.
+            FileNotFoundError: The library has not been built, or was changed.
         """
         if self._loaded is None:
             path = self.find()
             if path is None:
                 raise FileNotFoundError(
-                    f"{self.path().name} ({self.what}) has not been built for TensorFlow "
-                    f"{tf.version.VERSION}, or is not as it was built: run tfdist-install-horovod."
+                    f"{self.path().name} ({self.what}) was not found for TensorFlow "
+                    f"{tf.version.VERSION}, or does not match its digest. Run tfdist-install-horovod."
                 )
             self._loaded = tf.load_op_library(str(path))
         return self._loaded
 
 
-#: Messages from rank to rank, and sums in a fixed order.
+#: Messages between ranks, and sums in a fixed order.
 TRANSPORT = Library(_HERE, "transport")
 
 
 def functions() -> ctypes.CDLL:
-    """What the transport library offers to C; the same copy that TensorFlow has loaded.
+    """The C functions of the transport library; the same copy that TensorFlow has loaded.
 
     Raises:
-        FileNotFoundError: It has not been built.
+        FileNotFoundError: The library has not been built, or was changed.
     """
     TRANSPORT.load()
     found = ctypes.CDLL(str(TRANSPORT.path()))

@@ -13,7 +13,6 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -23,8 +22,7 @@ from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
 from tfdist.collectives.p2p.engine import P2PEngine, flush
 from tfdist.collectives.rank_sets import rank_sets
-from tfdist.runtime import Listener, bind
-from tfdist.runtime import connect as call
+from tfdist.runtime import Listener, bind, connect
 from tfdist.runtime.caller import connect_once
 
 _logger = logging.getLogger("tfdist")
@@ -33,7 +31,7 @@ _CONNECT_SECONDS = 30.0
 _PURPOSE = "peer-to-peer messages"
 
 
-def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine:
+def with_p2p(engine: Engine) -> Engine:
     """Connects this rank with others; called by all ranks of the world at the same time.
 
     The higher rank of a pair connects to the lower one, over a Unix socket if they share a host. The
@@ -41,8 +39,6 @@ def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine
 
     Args:
         engine: A running engine, by which the ranks exchange their addresses.
-        pairs_along: Mesh axes along which any two ranks may send to each other; `mesh.message_axes` by
-            default.
 
     Returns:
         An engine that wraps the given one. The engine itself if a rank does not have the library, has a
@@ -51,8 +47,7 @@ def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine
     """
     if engine.size == 1:
         return engine
-    pairs_along = engine.mesh.message_axes if pairs_along is None else pairs_along
-    groups = [tuple(range(engine.size)), *rank_sets(engine.mesh, pairs_along)]
+    groups = [tuple(range(engine.size)), *rank_sets(engine.mesh)]
     world = engine.group()
     built = TRANSPORT.find() is not None and not tf.config.list_physical_devices("GPU")
     with contextlib.ExitStack() as stack:
@@ -134,8 +129,14 @@ def _connect_all(
     connected: dict[int, socket.socket] = {}
     try:
         for rank in sorted(lower):
-            _, its_host, addresses, _ = cards[rank]
-            connected[rank] = _call(addresses, host == its_host, key, own, deadline)
+            _, its_host, (tcp, unix), _ = cards[rank]
+            if host == its_host:
+                # Hosts with the same name, such as containers, may not share a Unix socket.
+                with contextlib.suppress(ConnectionError):
+                    connected[rank] = connect_once(unix, key, _PURPOSE, own, deadline)
+            if rank not in connected:
+                left = max(0.1, deadline - time.monotonic())
+                connected[rank] = connect(tcp, key, _PURPOSE, own, timeout=left)
         while len(connected) < len(lower) + num_callers:
             rank, sock = listener.accept(deadline)
             if rank in connected:
@@ -152,15 +153,3 @@ def _connect_all(
         if sock.family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connected
-
-
-def _call(
-    addresses: tuple, same_host: bool, key: bytes, own: int, deadline: float
-) -> socket.socket:
-    tcp, unix = addresses
-    if same_host:
-        # Hosts with the same name, such as containers, may not share a Unix socket.
-        with contextlib.suppress(ConnectionError):
-            return connect_once(unix, key, _PURPOSE, own, deadline)
-    left = max(0.1, deadline - time.monotonic())
-    return call(tcp, key, _PURPOSE, own, timeout=left)

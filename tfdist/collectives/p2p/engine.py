@@ -260,6 +260,6 @@ def _even_parts(flat, count: int) -> list:
     return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def flush(seconds: float = _FLUSH_SECONDS) -> None:
-    """Waits up to `seconds` until all messages have left this process."""
-    functions().tfdist_flush(seconds)
+def flush() -> None:
+    """Waits up to five seconds until all messages have left this process."""
+    functions().tfdist_flush(_FLUSH_SECONDS)
