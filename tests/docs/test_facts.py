@@ -20,6 +20,7 @@ FLAGS_OF_OTHERS = {
     "sbatch": {"qos"},
     "XLA": {"tf_xla_auto_jit", "xla_force_host_platform_device_count"},
     "horovodrun": {"host"},
+    "pytest": {"cross"},
 }
 
 
