@@ -86,7 +86,7 @@ def test_shares_that_no_law_has_are_said_to_be_so():
 def test_the_smallest_job_stands_in_for_one_rank():
     curve = Curve(False, {2: [Job(10.0, 64)], 8: [Job(3.125, 64)]})
     assert curve.efficiencies(8) == [0.8] and curve.serial() is None
-    assert "beside 2 ranks" in curve.table()
+    assert "compared with 2 ranks" in curve.table()
 
 
 def test_ranks_that_share_cores_are_marked_and_not_fitted():

@@ -91,7 +91,9 @@ def test_each_missing_program_is_named(tmp_path, tools, present, flags, words):
 def test_a_compiler_named_in_cxx_has_to_exist(tmp_path, tools):
     cache = f"--cache_dir={tmp_path}/cache"
     path = tools("c++", "icpx")
-    assert_one_line(install(cache, path=path, CXX="gone++ -v"), "CXX=gone++ -v", "correct it")
+    assert_one_line(
+        install(cache, path=path, CXX="gone++ -v"), "CXX=gone++ -v", "correct or unset it"
+    )
     assert_one_line(install(cache, path=path, CXX="icpx -v"), "CMake")
 
 

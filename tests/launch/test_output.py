@@ -162,5 +162,5 @@ def test_one_process_on_many_gpus_says_how_to_use_them(monkeypatch):
     for count, words in ((4, "tfdist-run -np auto -- python"), (1, "")):
         monkeypatch.setattr(auto.tf.config, "get_visible_devices", lambda _, n=count: ["gpu"] * n)
         said.truncate(0)
-        auto._notice_idle_gpus()
+        auto._warn_of_idle_gpus()
         assert (words in said.getvalue()) and bool(said.getvalue()) == bool(words)

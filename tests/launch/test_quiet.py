@@ -102,7 +102,7 @@ def test_tfdist_train_alone_says_nothing_of_tensorflows_start():
 @pytest.mark.timeout(200)
 def test_the_peak_of_one_process_is_one_line():
     (line,) = started("tfdist-bench", "peak", "--size=64", "--seconds=0.1", "--threads=1")
-    assert line.startswith("peak=") and "of each of 1 ranks" in line
+    assert line.startswith("peak=") and "FLOP/s per rank on 1 ranks" in line
 
 
 @pytest.mark.timeout(200)

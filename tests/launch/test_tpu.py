@@ -42,7 +42,7 @@ def test_without_a_tpu_one_line_says_so():
     job = run([os.path.join(BIN, "tfdist-train"), "--strategy=tpu", "--model=mlp", "--epochs=1"])
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("tfdist-train: ")]
-    assert "--strategy=tpu: TPU 'local' not found" in line
+    assert "--strategy=tpu failed: TPU 'local' not found" in line
     assert line.endswith("Omit --strategy to train without a TPU.")
     assert "Traceback" not in job.stderr and job.stdout == ""
 

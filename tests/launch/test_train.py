@@ -140,7 +140,7 @@ def test_backup_ranks(data_dir, more):
         (["--model=gpt", "--width=130"], "--width=130 --heads=4"),
         (["--model=gpt", "--tensor=3"], "--heads=4 --tensor=3"),
         (["--model=gpt", "--tensor=0"], "tensor"),
-        (["--context=2"], "--context is not supported for --model=convnet"),
+        (["--context=2"], "--context is not supported for --model=mlp"),
         (["--model=gpt", "--context_attention=ring"], "requires a context axis"),
         (["--model=gpt", "--context=2", "--dropout=0.1"], "--context=2 --dropout=0.1"),
         (["--model=gpt", "--context=2", "--pipeline=2", "--seq_length=6"], "--seq_length=6"),
