@@ -268,13 +268,12 @@ class Mesh:
 
     def _does_not_fill(self, size: int, fixed: int) -> str:
         """The message for a world of `size` ranks, with the sizes that would be correct."""
-        named = {axis: degree for axis, degree in self._degrees.items() if degree != -1}
-        factors = {axis: degree for axis, degree in named.items() if degree != 1} or {"data": 1}
-        what = f"{_product(factors)} is {fixed} {_ranks(fixed)}"
-        right = [fixed]
-        if len(named) < len(self._degrees):
-            (free,) = self._degrees.keys() - named.keys()
-            what = f"{_product(factors)} requires a multiple of {fixed} ranks, the rest is {free}"
+        free = [axis for axis, degree in self._degrees.items() if degree == -1]
+        named = [f"{axis} {n}" for axis, n in self._degrees.items() if n not in (-1, 1)]
+        product = " x ".join(named or ["data 1"])
+        what, right = f"{product} is {fixed} {_ranks(fixed)}", [fixed]
+        if free:
+            what = f"{product} requires a multiple of {fixed} ranks, the rest is {free[0]}"
             below = size // fixed * fixed
             right = [below, below + fixed] if below else [fixed]
         start = f"{' or '.join(map(str, right))} {_ranks(right[-1])}"
@@ -338,7 +337,3 @@ def _degree(axis: str, value: object) -> int:
 
 def _ranks(count: int) -> str:
     return "rank" if count == 1 else "ranks"
-
-
-def _product(degrees: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())

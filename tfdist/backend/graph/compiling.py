@@ -13,8 +13,9 @@ import tensorflow as tf
 def needs_fixed_sizes() -> bool:
     """Whether sizes in a step must not depend on values.
 
-    TensorFlow compiles clusters of any graph if `TF_XLA_FLAGS` or `tf.config.optimizer.set_jit` enable it. For
-    two consecutive filters, such as `tf.boolean_mask`, XLA silently returns different rows than TensorFlow.
+    TensorFlow compiles clusters of any graph if `TF_XLA_FLAGS` or `tf.config.optimizer.set_jit` enable
+    it. For two consecutive filters, such as `tf.boolean_mask`, XLA silently returns different rows than
+    TensorFlow.
     """
     flags = os.environ.get("TF_XLA_FLAGS", "").strip()
     if flags and not flags.startswith("-"):
