@@ -168,7 +168,7 @@ class Subclassed(keras.Model):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Subclassed, "a Sequential or a functional model, .* of type Subclassed"),
+        (Subclassed, "a Sequential or a functional model. .* of type Subclassed"),
         (
             lambda: [keras.layers.Dense(3)],
             r"must begin with the `keras.Input`.* Received: \[<Dense .*, with Dense first",
