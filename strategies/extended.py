@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 
 import tensorflow as tf
@@ -44,7 +45,6 @@ class ParallelExtended(OneDeviceExtended):
         super().__init__(strategy, "/GPU:0" if tf.config.list_logical_devices("GPU") else "/CPU:0")
         self._parallel = strategy
         self._local = _Local()
-        self._batch_logs_read: tf.Variable | None = None
         self._runs: tf.Variable | None = None
         self._first_batch: FirstBatch | None = None
 
@@ -57,13 +57,10 @@ class ParallelExtended(OneDeviceExtended):
 
     @property
     def should_checkpoint(self):
-        """Whether this rank writes checkpoints."""
+        """Whether this rank writes checkpoints and summaries."""
         return self._parallel.is_chief
 
-    @property
-    def should_save_summary(self):
-        """Whether this rank writes summaries."""
-        return self._parallel.is_chief
+    should_save_summary = should_checkpoint
 
     def _use_merge_call(self):
         return False
@@ -105,13 +102,11 @@ class ParallelExtended(OneDeviceExtended):
             return outputs
         return tf.nest.map_structure(lambda part: _gather_outputs(part, self._parallel), outputs)
 
-    @property
+    @functools.cached_property
     def batch_logs_read(self) -> tf.Variable:
         """Whether a callback on any rank reads the logs of each batch: a bool variable."""
-        if self._batch_logs_read is None:
-            with tf.init_scope():
-                self._batch_logs_read = tf.Variable(True, trainable=False, name="batch_logs_read")
-        return self._batch_logs_read
+        with tf.init_scope():
+            return tf.Variable(True, trainable=False, name="batch_logs_read")
 
     def _count_run(self) -> None:
         # A graph of TensorFlow 1 has sessions with separate variables.

@@ -15,6 +15,7 @@ from absl import logging
 
 from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
+from tfdist.data.random_state import share_random_state
 from tfdist.gradients.stage import GradientStage, Position
 from tfdist.mesh import Mesh
 from tfdist.runtime.plugins import load_plugins
@@ -27,7 +28,6 @@ from tfdist.strategies import keras_patches
 from tfdist.strategies.extended import ParallelExtended
 from tfdist.strategies.keras_patches.scopes import record_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
-from tfdist.strategies.randomness import share_random_state
 from tfdist.utils import checks
 from tfdist.utils.lazy import require_addon
 from tfdist.watchdog.watchdog import Watchdog, startup_guard
@@ -134,7 +134,7 @@ class ParallelStrategy(DistributedStrategy):
         # One rank holds everything.
         self.zero_stage = zero_stage if self.gradient_group.size > 1 else 0
         if self.zero_stage == 3:
-            importlib.import_module("tfdist.zero.sharded_parameters")
+            importlib.import_module("tfdist.zero.unshard")
         self._watchdog = None
         if watchdog_seconds and engine.size > 1:
             self._watchdog = Watchdog(engine, watchdog_seconds)

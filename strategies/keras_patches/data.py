@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -14,11 +13,10 @@ from tfdist.backend.keras.private import GeneratorDataAdapter, PyDatasetAdapter,
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.position import DataPosition
 from tfdist.data.read_ahead import drawn_when_needed
-from tfdist.data.sharding import is_none, length_varies
+from tfdist.data.sharding import is_none, length_varies, own_batches
 from tfdist.step.context import DistributedStrategy
 from tfdist.strategies.keras_patches.agreement import compare_first_batches
 from tfdist.strategies.keras_patches.py_datasets import prepare_by_epoch
-from tfdist.strategies.keras_patches.worker_batches import count_own_batches
 
 #: The positions of the running calls of `fit`, the innermost last.
 _open: list[DataPosition] = []
@@ -39,14 +37,10 @@ def began_before() -> bool:
     return bool(_open) and _open[-1].done_before > 0
 
 
-@contextlib.contextmanager
-def first_batch_compared() -> Iterator[None]:
-    """Inside, ranks compare digests of the first batch of the first dataset, which is that of a `fit`."""
+def comparing_first_batch(stack: contextlib.ExitStack) -> None:
+    """Makes ranks compare digests of the first batch of the next dataset, until the stack closes."""
     _awaited.append(FirstBatch())
-    try:
-        yield
-    finally:
-        _awaited.pop()
+    stack.callback(_awaited.pop)
 
 
 def batch_of(iterator):
@@ -109,6 +103,39 @@ def _to_the_end(source, original):
     """The steps of an epoch; otherwise Keras would end each epoch after the number of steps of the first."""
     attributes.num_batches.set(source, None)
     return original()
+
+
+def count_own_batches(iterator) -> None:
+    """Makes Keras' loop count only the batches of this worker, if it has only some of them."""
+    share = own_batches(iterator._distributed_dataset)
+    if share is not None:
+        iterator.data_adapter = _OwnBatches(iterator.data_adapter, *share)
+        iterator._num_batches = iterator.data_adapter.num_batches
+
+
+class _OwnBatches:
+    """A data adapter of Keras that counts only this worker's batches."""
+
+    def __init__(self, adapter, num_workers: int, worker: int):
+        self._adapter = adapter
+        self._num_workers, self._worker = num_workers, worker
+
+    def __getattr__(self, name: str):
+        return getattr(self._adapter, name)
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of this worker's batches in an epoch; None if it is unknown."""
+        total = self._adapter.num_batches
+        if total is None:
+            return None
+        if total < self._num_workers:
+            raise ValueError(
+                "An epoch must have at least one batch for each worker. Received: "
+                f"{total} batch(es) for {self._num_workers} workers. Use smaller batches, or fewer "
+                "workers."
+            )
+        return len(range(self._worker, total, self._num_workers))
 
 
 PATCHES = (Patch(TFEpochIterator, "__init__", ("self", "distribute_strategy"), _init),)

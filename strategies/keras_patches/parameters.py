@@ -47,8 +47,8 @@ def as_shards() -> contextlib.AbstractContextManager[None]:
 
 
 def _zero3() -> Any:
-    """The module of sharded parameters; None until a strategy with `zero_stage=3` imports it."""
-    return sys.modules.get("tfdist.zero.sharded_parameters")
+    """The module of ZeRO-3; None until a strategy with `zero_stage=3` imports it."""
+    return sys.modules.get("tfdist.zero.unshard")
 
 
 def _with_shards(*args, original, **kwargs):

@@ -12,9 +12,8 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import stored_shape, stored_value
 from tfdist.backend.keras.functional import defer, is_deferred
 from tfdist.backend.keras.stored import StoredArray, arrays_on_demand
-from tfdist.sharding.initializers import SlicedInitializer
 from tfdist.sharding.layout import global_shape, layout_of
-from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
+from tfdist.sharding.parts import NestedSlice, Slice, SlicedInitializer, deep_copy
 from tfdist.strategies.keras_patches.splits import split_variables
 
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.collectives import all_reduce
+from tfdist.data.random_state import share_random_state
 from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitContext, fit_hooks, hooked, trace_if_changed
 from tfdist.strategies.keras_patches.agreement import check_agreement
@@ -23,7 +24,7 @@ from tfdist.strategies.keras_patches.callbacks import (
     check_callbacks,
     reads_batch_logs,
 )
-from tfdist.strategies.keras_patches.data import batch_of, first_batch_compared, recording_position
+from tfdist.strategies.keras_patches.data import batch_of, comparing_first_batch, recording_position
 from tfdist.strategies.keras_patches.models import (
     adopt_optimizers,
     out_of_memory,
@@ -32,7 +33,6 @@ from tfdist.strategies.keras_patches.models import (
 )
 from tfdist.strategies.keras_patches.scopes import warn_of_no_scope
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
-from tfdist.strategies.randomness import share_random_state
 
 _logger = logging.getLogger("tfdist")
 
@@ -100,7 +100,7 @@ def _share(strategy, kind: str, model, stack: contextlib.ExitStack) -> None:
     """Synchronizes state before a loop: random states for `fit`, otherwise states of layers."""
     if kind == "fit":
         share_random_state(strategy.group())
-        stack.enter_context(first_batch_compared())
+        comparing_first_batch(stack)
     else:
         synchronize_layer_states(model)
 

@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 # Private: the public `tf.compat.v1.get_seed` draws the seed of an operation in each call, and the number of
 # drawn seeds is not public. tests/strategies/test_randomness.py fails if this changes.
 from tensorflow.python.eager import context
+
+from tfdist.collectives import Group
+from tfdist.collectives.objects import broadcast_object
 
 
 def random_state() -> dict[str, Any]:
@@ -59,3 +63,26 @@ def operation_seeds() -> tuple:
 def set_operation_seeds(state: tuple) -> None:
     """Restores a result of `operation_seeds`; the global seed must be the same."""
     context.context()._rng.setstate(state)
+
+
+def share_random_state(group: Group) -> None:
+    """Broadcasts the random state of the group's first rank: that of Python, NumPy and TensorFlow.
+
+    Initializers, `fit(shuffle=True)` and `Dataset.shuffle` then draw the same numbers on all ranks, whether or
+    not the user has set a seed, and regardless of earlier draws on single ranks. If TensorFlow has no global
+    seed, the first rank draws one.
+    """
+    if group.size == 1:
+        return
+    state = None
+    if group.rank == 0:
+        seed = global_seed()
+        if seed is None:
+            seed = random.SystemRandom().randrange(2**31)
+            tf.random.set_seed(seed)
+        state = random_state(), seed, operation_seeds()
+    drawn_from, seed, operations = broadcast_object(state, group, name="random-state")
+    set_random_state(drawn_from)
+    if global_seed() != seed:
+        tf.random.set_seed(seed)
+    set_operation_seeds(operations)

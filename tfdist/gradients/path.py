@@ -17,11 +17,10 @@ from collections.abc import Sequence
 
 from tfdist.backend.clock.stamps import reducing
 from tfdist.gradients.clipping import clip_spread_gradients
-from tfdist.gradients.flat import own_parts
 from tfdist.gradients.items import GradientItem, items_of
 from tfdist.gradients.norms import weighted_square
 from tfdist.gradients.origins import Origin
-from tfdist.gradients.reduce import reduce_items, sum_partial_gradients, weigh_items
+from tfdist.gradients.reduce import own_parts, reduce_items, sum_partial_gradients, weigh_items
 from tfdist.gradients.stage import Position, Stages
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.updates import needs_rows

@@ -10,8 +10,8 @@ import tensorflow as tf
 from tfdist.backend.keras.functional import defer, initialize_weights, is_deferred
 from tfdist.collectives import Group, all_reduce
 from tfdist.pipeline.partition import Partition
-from tfdist.sharding.initializers import SlicedInitializer
 from tfdist.sharding.layout import Stage, update_layout
+from tfdist.sharding.parts import SlicedInitializer
 
 
 class StagePlacement:

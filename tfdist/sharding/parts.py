@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -170,10 +171,8 @@ class NestedSlice:
         """The shape of this rank's part."""
         return self.inner.local_shape
 
-    @property
-    def extent(self) -> tuple[int, ...]:
-        """The same shape: these parts are never empty."""
-        return self.local_shape
+    #: The same shape: these parts are never empty.
+    extent = local_shape
 
     @property
     def origin(self) -> tuple[int, ...]:
@@ -275,3 +274,24 @@ class FlatShard:
     def all_gather(self, shard, name: str = "shard"):
         """Gathers the array; all ranks of the group must call this with their shards."""
         return self.unflatten(all_gather(shard, self.group, name=name))
+
+
+class SlicedInitializer:
+    """The initializer of a slice of an array.
+
+    Args:
+        whole: The initializer of the array. If it has a method `read_slice(part, dtype)`, only the slice is
+            read.
+        part: The slice.
+    """
+
+    def __init__(self, whole: Any, part: Slice | NestedSlice):
+        self.whole = whole
+        self._part = part
+
+    def __call__(self, shape, dtype=None):
+        """Returns the slice; `shape` is its shape."""
+        read = getattr(self.whole, "read_slice", None)
+        if read is not None:
+            return read(self._part, dtype)
+        return deep_copy(self._part.slice_of(self.whole(self._part.shape, dtype=dtype)))

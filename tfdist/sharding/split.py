@@ -137,23 +137,14 @@ def register_split(layer_class: type, split: LayerSplit) -> None:
         ValueError: `split.kinds` contains "replicate", which plans use for layers that are not split.
     """
     if not (isinstance(layer_class, type) and issubclass(layer_class, keras.layers.Layer)):
-        raise TypeError(
-            "`layer_class` must be a class derived from keras.layers.Layer. Received: "
-            f"layer_class={checks.shown(layer_class)}. Pass the class, not a layer of it."
-        )
-    if not isinstance(split, LayerSplit):
-        raise TypeError(
-            "`split` must be an object of a class derived from LayerSplit. Received: "
-            f"split={checks.shown(split)}. Pass an instance, such as MySplit()."
-        )
+        meaning = "a class derived from keras.layers.Layer, and not a layer"
+        raise checks.refuse("layer_class", layer_class, meaning, TypeError)
+    checks.instance("split", split, LayerSplit, "an instance of a class derived from LayerSplit")
     kinds = getattr(split, "kinds", None)
     is_list = isinstance(kinds, Sequence) and not isinstance(kinds, str)
     if not is_list or not kinds or not all(isinstance(kind, str) and kind for kind in kinds):
-        raise TypeError(
-            "`kinds` of a LayerSplit must be a non-empty tuple or list of strings. Received: "
-            f"kinds={checks.shown(kinds)} of {type(split).__name__}. Name the ways in which the "
-            "layer can be split, such as kinds = ('column', 'row')."
-        )
+        meaning = "a non-empty tuple or list of strings, such as ('column', 'row')"
+        raise checks.refuse(f"{type(split).__name__}.kinds", kinds, meaning, TypeError)
     if _NOT_SPLIT in kinds:
         raise ValueError(
             f"`kinds` of a LayerSplit cannot contain {_NOT_SPLIT!r}, which plans use for layers that "

@@ -13,9 +13,8 @@ from tfdist.backend.keras.functional import defer, deferred_initializer, is_defe
 from tfdist.backend.keras.variables import renew
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_region
-from tfdist.sharding.initializers import SlicedInitializer
 from tfdist.sharding.layout import VariableLayout, layout_of, of_the_next_variable, update_layout
-from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
+from tfdist.sharding.parts import NestedSlice, Slice, SlicedInitializer, deep_copy
 from tfdist.step.context import current_step, current_strategy
 from tfdist.step.keras_step import with_global_gradient
 from tfdist.utils import checks

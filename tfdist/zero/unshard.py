@@ -12,11 +12,24 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.rematerialize import Region, replace
+from tfdist.backend.keras.private import get_keras_mask, in_stateless_scope, set_keras_mask
 from tfdist.zero.sharded_gradients import shard_gradients
-from tfdist.zero.sharded_variable import ShardedVariable, gather_arrays, given, holds, read_arrays
+from tfdist.zero.sharded_variable import (
+    ShardedVariable,
+    as_shards,
+    gather_arrays,
+    given,
+    holds,
+    is_given,
+    read_arrays,
+    shard_variable,
+)
+
+__all__ = ["as_shards", "call_gathered", "gathered", "gathered_for_step", "shard_variable"]
 
 #: Operations that a layer may apply to a parameter before its use, cheap enough to repeat.
 _CHEAP = frozenset(
@@ -40,6 +53,24 @@ _CHEAP = frozenset(
 
 #: By graph, the calls of layers with gathered parameters, in order.
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def call_gathered(original, self, *args, **kwargs):
+    """Gathers the parameters of an outermost layer for a call; the layers of a model gather theirs."""
+    if not ShardedVariable.exist or isinstance(self, keras.Model) or in_stateless_scope():
+        return original(self, *args, **kwargs)
+    sharded = [v for v in self.variables if isinstance(v, ShardedVariable) and not v.is_whole]
+    inputs = [part for part in tf.nest.flatten((args, kwargs)) if tf.is_tensor(part)]
+    if not sharded or all(map(is_given, sharded)) or not inputs:
+        return original(self, *args, **kwargs)
+    with gathered(self.path or self.name, sharded, inputs) as leave:
+        outputs = original(self, *args, **kwargs)
+    left = leave(outputs)
+    for before, after in zip(tf.nest.flatten(outputs), tf.nest.flatten(left), strict=True):
+        mask = get_keras_mask(before)
+        if after is not before and mask is not None:
+            set_keras_mask(after, mask)
+    return left
 
 
 @contextlib.contextmanager
