@@ -101,7 +101,7 @@ class DataPosition:
     # Called by Keras' epoch iterator.
 
     def adopt(self, source) -> bool:
-        """Adopts the first epoch iterator, which is that of the training data; returns whether it is this one."""
+        """Adopts the first epoch iterator, that of the training data; returns whether it is this one."""
         if self._source is None:
             self._source = source
         return self._source is source
@@ -155,7 +155,7 @@ class DataPosition:
         rest = remaining_batches(attributes.distributed_dataset(source), samples, rows)
         self._count()
         self._more_samples = samples % rows
-        return source._distribute_strategy.experimental_distribute_dataset(rest)
+        return attributes.data_strategy(source).experimental_distribute_dataset(rest)
 
     def _count(self) -> None:
         self._made += 1

@@ -80,7 +80,7 @@ def test_a_model_with_a_call_of_its_own_is_one_call():
     z = keras.Input((3,))
     calls, _ = calls_of(keras.Model(z, own(z)))
     assert [call.operation.name for call in calls] == ["own"]
-    with pytest.raises(ValueError, match="`own` of type OwnCall with a `call` of its own"):
+    with pytest.raises(ValueError, match="`own` of type OwnCall with an overridden `call`"):
         calls_of(own)
 
 

@@ -168,7 +168,7 @@ def all_attributes() -> list[Attribute]:
 def test_an_attribute_that_keras_lacks_is_refused(attribute):
     for owner in attribute.owners:
         gone = f"{attribute.name}_moved"
-        with pytest.raises(ImportError, match=rf"`{owner.__name__}\.{gone}`. Found: nothing"):
+        with pytest.raises(ImportError, match=rf"`{owner.__name__}\.{gone}`.*Received: nothing"):
             Attribute(gone, owner)
 
 
@@ -255,7 +255,7 @@ def test_new_memory_may_have_another_shape():
 def test_a_function_that_keras_lacks_is_refused():
     for owner, name, parameters in private._CALLED:
         check_parameters(owner, name, parameters)
-        with pytest.raises(ImportError, match="Found: nothing"):
+        with pytest.raises(ImportError, match="Received: nothing"):
             check_parameters(owner, f"{name}_moved", parameters)
 
 

@@ -151,6 +151,7 @@ num_batches = Attribute("_num_batches", EpochIterator)
 steps_seen = Attribute("_steps_seen", EpochIterator)
 get_iterator = Attribute("_get_iterator", TFEpochIterator)
 distributed_dataset = Attribute("_distributed_dataset", TFEpochIterator)
+data_strategy = Attribute("_distribute_strategy", TFEpochIterator)
 
 
 def variables_of_layer(layer: keras.Layer) -> list[keras.Variable]:
