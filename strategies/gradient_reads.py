@@ -161,8 +161,8 @@ class GradientReads:
         return ValueError(
             "A training step cannot read gradients of variables that are split over ranks by a tensor, "
             "pipeline or expert axis, or that an optimizer of `tfdist.addons.slow_links.local_sgd` trains: each "
-            f"rank has a part, or different ones. Received: the gradients of a `{type(self._model).__name__}`, "
-            "read before they are passed to the optimizer. Use `strategy.global_norm(gradients, variables)` or "
+            "rank has a part, or different ones. Received: the gradients of a "
+            f"`{type(self._model).__name__}`, read before they are passed to the optimizer. Use `strategy.global_norm(gradients, variables)` or "
             "`strategy.clip_by_global_norm(gradients, variables, clip_norm)`, or the optimizer's "
             "`clipnorm`, `global_clipnorm` or `clipvalue`."
         )
@@ -242,8 +242,8 @@ class GradientReads:
             return Origin.LOCAL
         if Origin.LOCAL in found:
             raise ValueError(
-                "A gradient cannot be computed from both a global and a local one. Received: such a gradient of "
-                f"`{name}`. A gradient that a tape returns in a loop, while another tape records, or by "
+                "A gradient cannot be computed from both a global and a local one. Received: such a "
+                f"gradient of `{name}`. A gradient that a tape returns in a loop, while another tape records, or by "
                 "`jacobian` is local: pass it to the optimizer in a separate call, or use "
                 "`tf.distribute.get_replica_context().all_reduce('MEAN', gradient)` first."
             )

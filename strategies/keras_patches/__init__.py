@@ -1,8 +1,8 @@
 """The patched functions of Keras, and the reason for each.
 
 `model.fit` is code of Keras, which calls strategies through `tf.distribute`. Functions that need more are
-patched here, once, when the first strategy is created. Each patch calls Keras' original function, has no effect
-outside a tfdist strategy, and checks the signature that it relies on, so that an incompatible Keras is detected.
+patched here, once, when the first strategy is created. Each patch calls Keras' original function, has no
+effect outside a tfdist strategy, and checks the signature that it relies on, to detect an incompatible Keras.
 """
 
 from tfdist.backend.keras.patching import apply_patches

@@ -138,8 +138,9 @@ def _check_scope(optimizer, reference) -> None:
     # Keras has marked it as built, and would not build it again.
     optimizer.built = False
     raise RuntimeError(
-        f"The optimizer `{optimizer.name}` was created in `strategy.scope()`, so the variables that it updates "
-        f"must be created there, too. Received: the variable `{getattr(reference, 'path', reference.name)}`; {cause}. {remedy}."
+        f"The optimizer `{optimizer.name}` was created in `strategy.scope()`, so its variables must be "
+        f"created there, too. Received: the variable `{getattr(reference, 'path', reference.name)}`; "
+        f"{cause}. {remedy}."
     )
 
 

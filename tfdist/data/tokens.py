@@ -157,7 +157,8 @@ def _checked(part, split: TokenSplit, even: bool):
             return tf.identity(part)
     if split.lacks_ranks:
         raise ValueError(
-            f"Cannot split the sequence: {rule}. Received: {split.total} tokens. Use a smaller `context` in the mesh."
+            f"Cannot split the sequence: {rule}. Received: {split.total} tokens. Use a "
+            "smaller `context` in the mesh."
         )
     return part
 

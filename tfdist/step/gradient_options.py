@@ -6,8 +6,8 @@ import dataclasses
 
 import tensorflow as tf
 
-#: Large enough for bandwidth, rather than latency, to determine the time of a reduction, and small enough to
-#: send the first bucket early in the backward pass. `tfdist-bench buckets` measures the best size for a network.
+#: Large enough for bandwidth, rather than latency, to determine the time of a reduction, and small
+#: enough to send the first bucket early in the backward pass. `tfdist-bench buckets` measures the best size.
 BUCKET_BYTES = 4 << 20
 
 

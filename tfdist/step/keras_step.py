@@ -91,7 +91,7 @@ class KerasStep:
 
     @functools.cached_property
     def has_samples(self) -> tf.Tensor | None:
-        """Whether the ranks that step together have samples: a bool scalar. None if it is known that they do."""
+        """Whether the ranks that step together have samples: a bool scalar; None if they surely do."""
         if not self.is_local or self.is_even:
             return None
         own = tf.convert_to_tensor(self._own_samples())
