@@ -91,4 +91,4 @@ def test_what_cannot_run_is_refused(pool):
     for said in pool.run(refused, backward_first, timeout=120):
         assert "backward-first" in said and "rank 0 at B" in said
     for said in pool.run(refused, two_waves(2, 8), timeout=120):
-        assert "4 micro-batches" in said and "Received: one of 2 ranks and 8 micro-batches" in said
+        assert "4 micro-batches" in said and "Received: one for 2 ranks and 8 micro-batches" in said
