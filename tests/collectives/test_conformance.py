@@ -134,4 +134,4 @@ def meet_at_a_barrier() -> tuple[float, float, str]:
 def test_a_barrier(pool):
     found = pool.run(meet_at_a_barrier, timeout=60)
     assert min(left for _, left, _ in found) >= max(came for came, _, _ in found)
-    assert all("outside of tf.function" in said for *_, said in found)
+    assert all("outside tf.function" in said for *_, said in found)

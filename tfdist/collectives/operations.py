@@ -181,30 +181,22 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
     checked_axis(tensor, 0, "all_to_all")
     if splits is None:
         check_divides(tensor, 0, group, "all_to_all")
-        if group.size == 1:
-            return tf.identity(tensor)
-
-        @custom_gradient
-        def exchange(x):
-            backward = Call("all_to_all", group, backward_name(name))
-            return run(Call("all_to_all", group, name), x), lambda dy: run(backward, dy)
-
-        return exchange(tensor)
-
-    splits = checked_splits(splits, tensor, group)
+    else:
+        splits = checked_splits(splits, tensor, group)
     if group.size == 1:
-        return tf.identity(tensor), splits
+        same = tf.identity(tensor)
+        return same if splits is None else (same, splits)
 
     @custom_gradient
-    def exchange_uneven(x):
+    def exchange(x):
+        if splits is None:
+            backward = Call("all_to_all", group, backward_name(name))
+            return run(Call("all_to_all", group, name), x), lambda dy: run(backward, dy)
         y, received = run(Call("all_to_all_uneven", group, name), x, splits)
+        backward = Call("all_to_all_uneven", group, backward_name(name))
+        return (y, received), lambda dy, _: run(backward, dy, received)[0]
 
-        def gradient(dy, _):
-            return run(Call("all_to_all_uneven", group, backward_name(name)), dy, received)[0]
-
-        return (y, received), gradient
-
-    return exchange_uneven(tensor)
+    return exchange(tensor)
 
 
 def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
