@@ -86,6 +86,48 @@ def test_what_is_sent_is_held_until_it_has_left(pool):
     assert pool.run(sums_of_arrays_that_soon_end, timeout=120) == [True] * 2
 
 
+def functions_in_another_order() -> list[float]:
+    """Two functions that TensorFlow does not inline, which each rank begins in an order of its own."""
+    import time
+
+    import tensorflow as tf
+
+    from tfdist.backend.graph.separate import mark_separate
+    from tfdist.backend.keras.functional import not_inlined
+    from tfdist.collectives import all_reduce
+    from tfdist.testing import engine
+
+    group = engine().group()
+
+    def later(x):
+        time.sleep(0.3)
+        return x
+
+    def summed(name: str):
+        @not_inlined
+        def function(x):
+            mark_separate(tf.compat.v1.get_default_graph())
+            return all_reduce(x, group, name=name)
+
+        return function
+
+    functions = [summed(name) for name in "ab"]
+
+    @tf.function
+    def step(x):
+        late = tf.ensure_shape(tf.py_function(later, [x], tf.float32), [])
+        given = [x, late] if group.rank == 0 else [late, x]
+        return tf.add_n([function(each) for function, each in zip(functions, given, strict=True)])
+
+    return [float(step(tf.constant(1.0 + number))) for number in range(3)]
+
+
+@on_ranks(("horovod", 2))
+def test_a_function_that_is_not_inlined_is_in_the_step_of_its_caller(pool):
+    answers = pool.run(functions_in_another_order, timeout=60)
+    assert answers == [[4 * (1.0 + number) for number in range(3)]] * 2
+
+
 @on_ranks(("horovod", 4))
 def test_without_messages_sums_go_by_the_engine(pool):
     assert pool.run(bytes_sent_by_a_sum, 1000, True, timeout=120) == [0] * 4

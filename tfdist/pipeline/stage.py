@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.dependence import is_independent_of_batch
+from tfdist.backend.graph.separate import mark_separate
 from tfdist.backend.graph.split import Subgraph, ancestors, split_graph
 from tfdist.backend.keras.functional import trace_graph
 from tfdist.pipeline.chain import Chain
@@ -88,6 +89,7 @@ def trace_stage(
 
     def step(*given):
         graph = tf.compat.v1.get_default_graph()
+        mark_separate(graph)
         left = iter(given)
         arrived = {number: next(left) for number in (*x, *inputs)}
         dy = {number: next(left) for number in returned}

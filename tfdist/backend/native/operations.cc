@@ -26,18 +26,29 @@ using tensorflow::DEVICE_CPU;
 // while it optimizes a graph, unless they say that they have an effect. Those that say so run one
 // after the other, unless each is an effect on a resource of its own: that is all that the ticket
 // is for.
+REGISTER_OP("TfdistStep")
+    .Input("ticket: resource")
+    .Output("step: int64")
+    .SetIsStateful()
+    .SetShapeFn(tensorflow::shape_inference::ScalarShape)
+    .Doc("TensorFlow's id of the step that runs this operation.");
+
+// `step` is empty for the step that runs the operation: a function that is called without being
+// inlined has an id of its own in TensorFlow, which its caller's must replace.
 REGISTER_OP("TfdistSend")
     .Input("ticket: resource")
     .Input("tensors: N * T")
+    .Input("step: S * int64")
     .Output("sent: N * T")
     .Attr("N: int >= 1")
+    .Attr("S: int >= 0")
     .Attr("T: type")
     .Attr("to: list(int)")
     .Attr("tag: string")
     .Attr("in_graph: bool")
     .SetIsStateful()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
-      for (int i = 1; i < context->num_inputs(); ++i) context->set_output(i - 1, context->input(i));
+      for (int i = 0; i < context->num_outputs(); ++i) context->set_output(i, context->input(i + 1));
       return absl::OkStatus();
     })
     .Doc("Sends a tensor to each of some ranks, and passes them on.");
@@ -45,8 +56,10 @@ REGISTER_OP("TfdistSend")
 REGISTER_OP("TfdistReceive")
     .Input("ticket: resource")
     .Input("after: T")
+    .Input("step: S * int64")
     .Output("received: dtype")
     .Attr("T: type")
+    .Attr("S: int >= 0")
     .Attr("dtype: type")
     .Attr("shape: shape")
     .Attr("source: int")
@@ -73,9 +86,24 @@ absl::Status Named(const std::string& tag, const absl::Status& status) {
 }
 
 // Each eager operation is a step of its own to TensorFlow: there is nothing to tell them apart by.
-int64_t StepId(const OpKernelContext* context, bool in_graph) {
+int64_t StepId(OpKernelContext* context, bool in_graph) {
+  tensorflow::OpInputList step;
+  if (context->input_list("step", &step).ok() && step.size() > 0) {
+    return step[0].scalar<int64_t>()();
+  }
   return in_graph ? context->step_id() : 0;
 }
+
+class StepKernel : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    Tensor* step = nullptr;
+    OP_REQUIRES_OK(context, context->allocate_output(0, TensorShape({}), &step));
+    step->scalar<int64_t>()() = context->step_id();
+  }
+};
 
 class SendKernel : public OpKernel {
  public:
@@ -85,7 +113,7 @@ class SendKernel : public OpKernel {
     OP_REQUIRES_OK(context, context->GetAttr("in_graph", &in_graph_));
     OP_REQUIRES(context, tensorflow::DataTypeCanUseMemcpy(context->input_type(1)),
                 absl::InvalidArgumentError("Only tensors of plain numbers can be sent"));
-    OP_REQUIRES(context, static_cast<int>(to_.size()) == context->num_inputs() - 1,
+    OP_REQUIRES(context, static_cast<int>(to_.size()) == context->num_outputs(),
                 absl::InvalidArgumentError("There must be a rank for each tensor"));
   }
 
@@ -225,6 +253,7 @@ class SumKernel : public OpKernel {
   Wide divisor_ = Wide(1);
 };
 
+REGISTER_KERNEL_BUILDER(Name("TfdistStep").Device(DEVICE_CPU), StepKernel);
 REGISTER_KERNEL_BUILDER(Name("TfdistSend").Device(DEVICE_CPU), SendKernel);
 REGISTER_KERNEL_BUILDER(Name("TfdistReceive").Device(DEVICE_CPU), ReceiveKernel);
 #define REGISTER_SUM(T) \

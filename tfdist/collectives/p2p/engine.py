@@ -15,10 +15,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend.graph.separate import caller_of_graph
 from tfdist.backend.native import TRANSPORT, functions
 from tfdist.collectives.engine import Engine, split_rows
 from tfdist.collectives.flight_counts import outermost_is_eager
@@ -59,6 +61,7 @@ class P2PEngine(Engine):
         self._reached = frozenset(reached)
         self._operations = TRANSPORT.load()
         self._tickets: dict[str, tf.Tensor] = {}
+        self._steps: weakref.WeakKeyDictionary[tf.Graph, str] = weakref.WeakKeyDictionary()
 
     @classmethod
     def partners(cls, ranks: Sequence[int], rank: int, hosts: Sequence[Hashable]) -> set[int]:
@@ -189,6 +192,7 @@ class P2PEngine(Engine):
         return self._operations.tfdist_send(
             ticket=self._ticket(f"send/{name}"),
             tensors=tensors,
+            step=self._step(),
             to=to,
             tag=name,
             in_graph=not tf.executing_eagerly(),
@@ -207,12 +211,28 @@ class P2PEngine(Engine):
         return self._operations.tfdist_receive(
             ticket=self._ticket(f"receive/{source}/{name}"),
             after=after,
+            step=self._step(),
             dtype=dtype,
             shape=shape,
             source=source,
             tag=name,
             in_graph=not tf.executing_eagerly(),
         )
+
+    def _step(self) -> list:
+        """The id of the step in which an operation of the current graph runs; empty for the step itself.
+
+        TensorFlow gives each call of a function that it does not inline an id of its own. The order of these
+        calls may differ between ranks, so the messages must bear the id of the caller's step.
+        """
+        caller = caller_of_graph(tf.compat.v1.get_default_graph())
+        if caller is None:
+            return []
+        if caller not in self._steps:
+            with caller.as_default(), tf.control_dependencies(None), tf.device("/CPU:0"):
+                step = self._operations.tfdist_step(ticket=self._ticket("step"))
+            self._steps[caller] = step.name
+        return [caller.get_tensor_by_name(self._steps[caller])]
 
     def _reduce(self, parts: list, reduction: str):
         """Reduces the members' parts; the result is bitwise the same on all of them."""
