@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import importlib.util
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -20,8 +21,6 @@ def pool_ids(kind: tuple[str, int]) -> str:
     return f"{kind[0]}-{kind[1]}"
 
 
-#: A test with no more slow cases than these runs all of them in `make test-all`.
-SMALL_CROSS = 4
 #: Of a parameter with more values than this, as families of models and scripts are, a run takes a third, and
 #: the next function of the file begins with another one.
 LONG = 8
@@ -42,9 +41,9 @@ def pytest_addoption(parser):
         "--cross",
         choices=(*THIRDS, "each", "full"),
         default="1",
-        help="Which slow cases of a test with many are run: those that hold each value of each parameter, "
-        f"of parameters with over {LONG} values the first, second or third part of them (1, 2, 3) or "
-        "each; or all combinations (full) [1]",
+        help="Which slow cases with parameters are run: in each file each test and each value of each "
+        f"parameter at least once, of parameters with over {LONG} values the first, second or third part "
+        "of them (1, 2, 3) or each; or all combinations (full) [1]",
     )
     parser.addoption(
         "--record-durations",
@@ -141,57 +140,61 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _left_out(items, cross: str) -> set:
-    left_out = {item for item in items if _is_of_full_cross(item)}
-    functions = collections.defaultdict(list)
+    left_out = {item for item in items if _is_slow(item, full=True)}
+    files = collections.defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and item not in left_out:
-            functions[str(item.path), item.originalname].append(item)
-    seen: collections.Counter[str] = collections.Counter()
-    for (path, _), cases in functions.items():
-        slow = [case for case in cases if case.get_closest_marker("slow") is not None]
-        if not hasattr(cases[0].function, "runs_every_case"):
-            taken = cases
-            if cross in THIRDS:
-                taken = _third_of(cases, THIRDS.index(cross) + seen[path])
-            chosen = _chosen(taken)
-            left_out |= {case for case in slow if case not in chosen}
-        seen[path] += 1
+            files[item.path].append(item)
+    for cases in files.values():
+        some = cases if cross == "each" else _third_of(cases, THIRDS.index(cross))
+        always = [case for case in cases if _runs_always(case)]
+        rest = [case for case in some if case not in always]
+        number = 0 if cross == "each" else len(rest) * THIRDS.index(cross) // len(THIRDS)
+        given = [_values(case) for case in rest], [_values(case) for case in always], number
+        chosen = {rest[number] for number in covering.choose(*given)}
+        left_out |= {case for case in cases if case not in chosen and case not in always}
     return left_out
 
 
-def _is_of_full_cross(item) -> bool:
-    return any(mark.kwargs.get("full") for mark in item.iter_markers("slow"))
+def _is_slow(item, **options) -> bool:
+    return any(options.items() <= mark.kwargs.items() for mark in item.iter_markers("slow"))
 
 
-def _third_of(cases, number: int) -> list:
-    """The cases whose values of long parameters are in this third, and the quick ones."""
-    values = [_values(case) for case in cases]
-    every = {name: list(dict.fromkeys(each[name] for each in values)) for name in values[0]}
-
-    def is_in(own: dict[str, str]) -> bool:
-        return not any(
-            len(every[name]) > LONG and (every[name].index(value) - number) % len(THIRDS)
-            for name, value in own.items()
-        )
-
-    return [
-        case
-        for case, own in zip(cases, values, strict=True)
-        if case.get_closest_marker("slow") is None or is_in(own)
-    ]
+def _runs_always(case) -> bool:
+    return not _is_slow(case) or hasattr(case.function, "runs_every_case")
 
 
-def _chosen(cases) -> set:
-    """The slow cases of a test that together with its quick ones hold each value of each parameter."""
-    slow = [case for case in cases if case.get_closest_marker("slow") is not None]
-    if len(slow) <= SMALL_CROSS:
-        return set(slow)
-    quick = [_values(case) for case in cases if case not in slow]
-    return {slow[number] for number in covering.choose([_values(case) for case in slow], quick)}
+def _third_of(cases, third: int) -> list:
+    """The cases whose values of long parameters are in this third, and those that always run.
+
+    The next function of the file begins with another third.
+    """
+    taken = []
+    functions = itertools.groupby(cases, key=lambda case: case.originalname)
+    for number, (_, own) in enumerate(functions):
+        own = list(own)
+        every = collections.defaultdict(dict)
+        for case in own:
+            for name, value in _parameters(case).items():
+                every[name].setdefault(value, len(every[name]))
+        taken += [
+            case
+            for case in own
+            if _runs_always(case)
+            or not any(
+                len(every[name]) > LONG and (every[name][value] - third - number) % len(THIRDS)
+                for name, value in _parameters(case).items()
+            )
+        ]
+    return taken
 
 
-def _values(case) -> dict[str, str]:
+def _parameters(case) -> dict[str, str]:
     return {name: repr(value) for name, value in case.callspec.params.items()}
+
+
+def _values(case) -> set[covering.Value]:
+    return {("test", case.originalname), *_parameters(case).items()}
 
 
 def pytest_sessionfinish():

@@ -1,26 +1,26 @@
-"""Which cases of a long cross a run takes: some that together hold each value of each parameter."""
+"""Chooses cases of long crosses of parameters: each test, and each value of each parameter, at least once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+
+#: A value of a parameter: its name, and the value as text. A test counts as a value of the parameter "test".
+Value = tuple[str, str]
 
 
-def choose(cases: Sequence[Mapping[str, str]], covered: Iterable[Mapping[str, str]]) -> list[int]:
-    """Returns the numbers of the cases to run, chosen greedily.
+def choose(cases: Sequence[set[Value]], covered: Iterable[set[Value]], first: int = 0) -> list[int]:
+    """Returns the indices of the cases to run, chosen greedily.
 
     Args:
-        cases: For each case the value of each parameter, by name.
-        covered: Cases that run anyway.
+        cases: The values of each case.
+        covered: The values of cases that run anyway.
+        first: The index of the case that is preferred of equally good ones, then those after it.
     """
-    covered = list(covered)
-    every = [*cases, *covered]
-    varied = [name for name in every[0] if len({case[name] for case in every}) > 1] if every else []
-    parts = [{(name, case[name]) for name in varied} for case in cases]
-    missing = set().union(*parts)
-    missing -= {(name, case[name]) for case in covered for name in varied}
+    missing = set().union(*cases).difference(*covered)
+    order = [(first + place) % len(cases) for place in range(len(cases))]
     chosen = []
     while missing:
-        best = max(range(len(cases)), key=lambda number: len(parts[number] & missing))
+        best = max(order, key=lambda number: len(cases[number] & missing))
         chosen.append(best)
-        missing -= parts[best]
+        missing -= cases[best]
     return sorted(chosen)

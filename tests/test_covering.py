@@ -1,4 +1,4 @@
-"""The cases that are taken of a long cross leave no value out."""
+"""The cases that are chosen of a long cross include each test and each value."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import itertools
 
 from tests.covering import choose
 
-VALUES = {"engine": "ht", "optimizer": "sam", "program": "abcdef", "stage": "123"}
-CASES = [dict(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values())]
+VALUES = {"test": "uv", "engine": "ht", "optimizer": "sam", "program": "abcdef", "stage": "123"}
+CASES = [set(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values())]
 
 
 def test_each_value_is_there():
-    chosen = [CASES[number] for number in choose(CASES, [])]
-    for name, values in VALUES.items():
-        assert {case[name] for case in chosen} == set(values)
-    assert len(chosen) == 6
+    for first in (0, 17, 71):
+        chosen = choose(CASES, [], first)
+        assert set().union(*(CASES[number] for number in chosen)) == set().union(*CASES)
+        assert len(chosen) == 6
 
 
-def test_a_parameter_with_one_value_does_not_count():
-    cases = [{"pool": "a", "script": script, "lora": lora} for script in "uvwxyz" for lora in "ba"]
-    chosen = [cases[number] for number in choose(cases, [cases[0]])]
-    assert {case["script"] for case in chosen} == set("vwxyz")
-    assert {case["lora"] for case in chosen} | {"b"} == set("ba")
-    assert len(chosen) <= 6
+def test_other_cases_come_first_of_equal_ones():
+    assert choose(CASES, [], 0) != choose(CASES, [], 17)
+
+
+def test_values_of_one_test_count_for_the_others_of_the_file():
+    cases = [
+        {("test", test), ("engine", engine), ("stage", stage)}
+        for test in "uv"
+        for engine in "ht"
+        for stage in "12"
+    ]
+    chosen = [cases[number] for number in choose(cases, [])]
+    assert len(chosen) == 2
+    assert set().union(*chosen) == set().union(*cases)
 
 
 def test_what_runs_anyway_is_not_chosen_again():
