@@ -209,7 +209,7 @@ def job(kind: str, **options) -> list[dict]:
         flags = ["--engine=tensorflow", "-np", str(workers)]
         flags += [] if kind == "synchronous" else ["--ps=1"]
         own = [sys.executable, "-m", "benchmarks.asynchronous", "--worker", folder]
-        words = [sys.executable, "-m", "tfdist.launch.run", *flags, "--", *own]
+        words = [sys.executable, "-m", "tfdist.launch.run.main", *flags, "--", *own]
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run(
             [*words, json.dumps({"kind": kind, **options})],

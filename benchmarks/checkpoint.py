@@ -22,7 +22,7 @@ from benchmarks.measuring import (
     wide_gpt,
     write_json,
 )
-from tfdist.launch.trials import fit_begins
+from tfdist.launch.plan.trials import fit_begins
 from tfdist.testing import RankPool
 
 LIMIT, MEMORY_LIMIT = 1.05, 1.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tfdist
 from benchmarks.job_variables import outside
-from tfdist.launch.command import Failure, UsageError
+from tfdist.launch.flags.command import Failure, UsageError
 from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.checks import one_line
 
@@ -30,7 +30,7 @@ except ImportError:
     print(find_library())
 """
 _INSTALL = (
-    "import pathlib, sys; from tfdist.launch.native_build import install_native; "
+    "import pathlib, sys; from tfdist.launch.install_horovod.native_build import install_native; "
     "print(install_native(pathlib.Path(sys.argv[1])))\n"
 )
 

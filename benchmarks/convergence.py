@@ -36,7 +36,7 @@ _LENGTH, _BATCH, _STEPS, _WARMUP = 64, 16, 4800, 100
 
 def _strategy(way: str, start_step: int):
     """A strategy over the ranks of the pool; in the first steps more is sent."""
-    from tfdist.launch.compression_flag import make_compressor
+    from tfdist.launch.flags.compression import make_compressor
     from tfdist.testing import strategy
 
     options: dict[str, Any] = {"start_step": start_step}

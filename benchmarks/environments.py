@@ -11,10 +11,11 @@ from pathlib import Path
 
 from absl import flags
 
-from tfdist.launch import command, flag_values
-from tfdist.launch.flag_values import FlagDefiner
-from tfdist.launch.horovod_build import BuildError, build
-from tfdist.launch.horovod_prerequisites import PrerequisiteError
+from tfdist.launch.flags import command
+from tfdist.launch.flags import values as flag_values
+from tfdist.launch.flags.values import FlagDefiner
+from tfdist.launch.install_horovod.build import BuildError, build
+from tfdist.launch.install_horovod.prerequisites import PrerequisiteError
 from tfdist.runtime.sessions import exit_on_signals, run_in_session
 
 _VALUES = flags.FlagValues()

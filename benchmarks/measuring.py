@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from tfdist.launch.trials import fit_begins, median_interval
+from tfdist.launch.plan.trials import fit_begins, median_interval
 from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 from tfdist.testing import RankPool
 

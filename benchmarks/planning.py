@@ -29,7 +29,7 @@ from benchmarks.measuring import ENVIRONMENT
 from benchmarks.planning_cases import Case, cases, limit_cases
 from tfdist.addons.planner import estimate
 from tfdist.addons.planner.calibration import read_machine
-from tfdist.launch import trials
+from tfdist.launch.plan import trials
 from tfdist.testing import RankError, RankPool
 
 PARTS = ("layouts", "limits", "schedules", "report")

@@ -28,7 +28,7 @@ def main() -> None:
     from tfdist import strategies
     from tfdist.addons.planner import Layout
     from tfdist.collectives.objects import all_gather_object
-    from tfdist.launch import trials
+    from tfdist.launch.plan import trials
 
     wanted = json.loads(sys.argv[1])
     if wanted == "links":

@@ -15,7 +15,7 @@ from benchmarks.measuring import write_between
 from benchmarks.planning_cases import LINK_CASE, Case
 from tfdist.addons.planner import Estimate, Layout, Link, Machine, estimate
 from tfdist.addons.planner.simulation import play
-from tfdist.launch.calibrating import link_of
+from tfdist.launch.plan.calibrating import link_of
 from tfdist.pipeline.schedules import make_schedule
 
 _MARK = "benchmarks.planning"

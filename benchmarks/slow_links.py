@@ -107,7 +107,7 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
 
 def _strategy(engine, way: str):
     """A strategy over the same ranks, whose gradients travel in that way."""
-    from tfdist.launch.compression_flag import check_compression, make_compressor
+    from tfdist.launch.flags.compression import check_compression, make_compressor
     from tfdist.strategies.parallel import ParallelStrategy
 
     options: dict[str, Any] = {"watchdog_seconds": 0}

@@ -20,7 +20,7 @@ from benchmarks.measuring import (
     parser,
     write_json,
 )
-from tfdist.launch.trials import median_interval
+from tfdist.launch.plan.trials import median_interval
 from tfdist.testing import RankPool
 
 #: Layers, width, heads, tokens, vocabulary, batch.

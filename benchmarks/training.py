@@ -32,8 +32,8 @@ from benchmarks.jobs import Block, JobError, RunningJob, interpreter
 from benchmarks.measuring import has_between, write_between
 from benchmarks.model_flops import gemm_peak, step_flops
 from benchmarks.turns import take_turns
-from tfdist.launch import command
-from tfdist.launch.flag_values import (
+from tfdist.launch.flags import command
+from tfdist.launch.flags.values import (
     YEAR,
     FlagDefiner,
     input_file,

@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 from benchmarks.measuring import ENVIRONMENT, Ratio, parser, write_json
-from tfdist.launch.trials import fit_begins, median_interval
+from tfdist.launch.plan.trials import fit_begins, median_interval
 from tfdist.testing import RankPool
 
 #: Of the ideal gain.

@@ -75,7 +75,7 @@ def train_waiting(schedule: str, microbatches: int, chunks: int) -> tuple[float,
     import tensorflow as tf
 
     from tfdist import Mesh
-    from tfdist.launch.trials import fit_begins, median_interval
+    from tfdist.launch.plan.trials import fit_begins, median_interval
     from tfdist.pipeline import PipelineModel
     from tfdist.testing import strategy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from tfdist.launch.command import say
-from tfdist.launch.flag_values import YEAR
+from tfdist.launch.flags.command import say
+from tfdist.launch.flags.values import YEAR
 from tfdist.runtime.exit_codes import FAILED, USAGE
 
 _STARTUP_SECONDS = 600.0

@@ -10,8 +10,8 @@ import os
 
 from absl import flags
 
-from tfdist.launch import command
-from tfdist.launch.flag_values import FlagDefiner, output_file
+from tfdist.launch.flags import command
+from tfdist.launch.flags.values import FlagDefiner, output_file
 from tfdist.utils.checks import one_line
 
 _VALUES = flags.FlagValues()

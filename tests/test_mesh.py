@@ -330,7 +330,7 @@ def test_strategies_define_no_flag_and_leave_horovod_alone():
 
 
 #: Where axes are named: they are what these define, or have a formula for each.
-NAMING = ("tfdist/mesh.py", "tfdist/sharding/", "launch/mesh_flags.py", "tfdist/addons/planner/")
+NAMING = ("tfdist/mesh.py", "tfdist/sharding/", "launch/flags/mesh.py", "tfdist/addons/planner/")
 
 
 def lines_that_name_axes(code: str) -> list[int]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from absl import flags
 from tabulate import tabulate
 
-from tfdist.launch import command
 from tfdist.launch.bench.collectives import median_seconds
+from tfdist.launch.flags import command
 
 _VALUES = flags.FlagValues()
 #: The time for bytes is nine times that for messages, if the latter is a tenth of the total.

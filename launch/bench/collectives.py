@@ -28,8 +28,8 @@ from typing import Any
 from absl import flags
 from tabulate import tabulate
 
-from tfdist.launch import command
-from tfdist.launch.flag_values import FlagDefiner, output_file
+from tfdist.launch.flags import command
+from tfdist.launch.flags.values import FlagDefiner, output_file
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)

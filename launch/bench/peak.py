@@ -13,9 +13,9 @@ import time
 
 from absl import flags
 
-from tfdist.launch import command
-from tfdist.launch.flag_values import FlagDefiner, output_file
-from tfdist.launch.quiet import quiet_start
+from tfdist.launch.flags import command
+from tfdist.launch.flags.quiet import quiet_start
+from tfdist.launch.flags.values import FlagDefiner, output_file
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)

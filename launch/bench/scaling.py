@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from tfdist.addons.planner.calibration import read_machine
-from tfdist.launch import command
 from tfdist.launch.bench.scaling_report import Curve, Job, picture
-from tfdist.launch.counting import count_cores, count_gpus
-from tfdist.launch.flag_values import (
+from tfdist.launch.flags import command
+from tfdist.launch.flags.values import (
     MOST_RANKS,
     YEAR,
     FlagDefiner,
@@ -39,6 +38,7 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
+from tfdist.launch.run.num_ranks import count_cores, count_gpus
 from tfdist.runtime.sessions import exit_on_signals, run_in_session
 from tfdist.utils.checks import one_line
 from tfdist.utils.errors import TfdistError
@@ -286,7 +286,7 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
     )
     script = [word.replace("{batch}", str(batch)) for word in run.words]
     hosts = ["-H", _HOSTS.value] if _HOSTS.value else []
-    words = [sys.executable, "-m", "tfdist.launch.run", f"-np={ranks}", *hosts,
+    words = [sys.executable, "-m", "tfdist.launch.run.main", f"-np={ranks}", *hosts,
              f"--engine={_ENGINE.value}", "--", sys.executable, "-m",
              "tfdist.launch.bench.scaling_rank", json.dumps(dataclasses.asdict(settings)), *script]  # fmt: skip
     try:

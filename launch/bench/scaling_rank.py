@@ -29,8 +29,8 @@ from tfdist.addons.planner import Layout, Link, Machine, describe, estimate
 from tfdist.addons.planner.calibration import machine_of
 from tfdist.callbacks import Monitor
 from tfdist.launch.bench.scaling import BATCH, MARK, Settings
-from tfdist.launch.calibrating import link_of
-from tfdist.launch.trials import all_reduce_seconds
+from tfdist.launch.plan.calibrating import link_of
+from tfdist.launch.plan.trials import all_reduce_seconds
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.tf_config import read_tf_config
 from tfdist.step.context import strategy_of

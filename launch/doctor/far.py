@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from tfdist import __version__
-from tfdist.launch.horovod_prerequisites import installed_version
+from tfdist.launch.install_horovod.prerequisites import installed_version
 
 #: The prefix of its lines; a login shell may print others before them.
 PREFIX = "tfdist-doctor: "

@@ -24,8 +24,8 @@ from tfdist.launch.doctor import far
 from tfdist.launch.doctor.findings import Finding, note, ok, problem
 from tfdist.launch.doctor.machine import RANK_BYTES
 from tfdist.launch.doctor.surroundings import addresses_of
-from tfdist.launch.hosts import Host
-from tfdist.launch.processes import start_session
+from tfdist.launch.run.hosts import Host
+from tfdist.launch.run.processes import start_session
 from tfdist.runtime.rendezvous import address_towards
 from tfdist.runtime.sessions import kill_session
 from tfdist.utils.checks import one_line

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist.launch import command, remote, slurm
 from tfdist.launch.doctor import hosts, machine, meeting, page, software, surroundings
 from tfdist.launch.doctor.findings import Check, run_checks
-from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST, FlagDefiner, refuse, refuse_ignored
-from tfdist.launch.hosts import Host, is_this_machine, parse_hosts
+from tfdist.launch.flags import command
+from tfdist.launch.flags.values import MOST_RANKS_OF_A_HOST, FlagDefiner, refuse, refuse_ignored
+from tfdist.launch.run import remote, slurm
+from tfdist.launch.run.hosts import Host, is_this_machine, parse_hosts
 from tfdist.runtime import exit_codes
 
 _VALUES = flags.FlagValues()

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from tfdist import __version__
 from tfdist.launch.doctor import trial
 from tfdist.launch.doctor.findings import Finding, answer_of, ended_by, note, ok, problem
-from tfdist.launch.horovod_prerequisites import (
+from tfdist.launch.install_horovod.prerequisites import (
     GLOO_ONLY,
     PrerequisiteError,
     check_toolchain,

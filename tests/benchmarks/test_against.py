@@ -15,7 +15,7 @@ from scipy.stats import binom
 from benchmarks.against import Row, all_rows, header, interval_of_median
 from benchmarks.commits import checkout, resolve, tree_of
 from benchmarks.comparisons import COMPARISONS, ROWS, SIZES
-from tfdist.launch.command import UsageError
+from tfdist.launch.flags.command import UsageError
 
 ROOT = Path(__file__).parents[2]
 BENCH = (sys.executable, "-m", "benchmarks.training")

@@ -36,15 +36,15 @@ found = getattr(importlib.import_module(module), name)
 """
 #: Where a program's flags are: module, name, and whether its first word chooses a part of it.
 _PROGRAMS = {
-    "tfdist-run": ("tfdist.launch.run", "PROGRAM", False),
-    "tfdist-train": ("tfdist.launch.train", "PROGRAM", False),
-    "tfdist-finetune": ("tfdist.launch.finetune", "PROGRAM", False),
-    "tfdist-install-horovod": ("tfdist.launch.install_horovod", "PROGRAM", False),
+    "tfdist-run": ("tfdist.launch.run.main", "PROGRAM", False),
+    "tfdist-train": ("tfdist.launch.train.main", "PROGRAM", False),
+    "tfdist-finetune": ("tfdist.launch.finetune.main", "PROGRAM", False),
+    "tfdist-install-horovod": ("tfdist.launch.install_horovod.main", "PROGRAM", False),
     "tfdist-doctor": ("tfdist.launch.doctor.main", "PROGRAM", False),
     "tfdist-schedule": ("tfdist.launch.schedule", "PROGRAM", False),
-    "tfdist-plan": ("tfdist.launch.plan", "PROGRAMS", True),
-    "tfdist-launch": ("tfdist.launch.cluster.main", "PROGRAMS", True),
-    "tfdist-bench": ("tfdist.launch.bench.program", "PROGRAMS", True),
+    "tfdist-plan": ("tfdist.launch.plan.main", "PROGRAMS", True),
+    "tfdist-launch": ("tfdist.launch.submit.main", "PROGRAMS", True),
+    "tfdist-bench": ("tfdist.launch.bench.main", "PROGRAMS", True),
 }
 
 

@@ -99,7 +99,7 @@ def sentences() -> list[tuple[str, str]]:
     from tfdist.checkpoint.directory_lock import _RENEW_SECONDS
     from tfdist.collectives.p2p import P2PEngine
     from tfdist.gradients.throttle import MAX_IN_FLIGHT, MAX_IN_FLIGHT_SHARDED
-    from tfdist.launch import restarts
+    from tfdist.launch.run import restarts
     from tfdist.runtime.lock_owner import STALE_SECONDS
     from tfdist.runtime.versions import RANGES
     from tfdist.step.gradient_options import BUCKET_BYTES
@@ -155,7 +155,7 @@ def test_numbers_are_those_of_the_code():
 
 def test_names_that_look_like_secrets():
     """All that `tfdist-run` keeps from other hosts, and nothing else."""
-    from tfdist.launch.remote import _SECRET
+    from tfdist.launch.run.remote import _SECRET
 
     listed = re.search(
         r"like secrets by their name \(with (.*?) in\s+it\)", text_of("docs/security.md"), re.S

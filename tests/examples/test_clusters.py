@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from tests.examples.test_examples import FOLDER, last_line
-from tests.launch import kubernetes_schemas
-from tests.launch.test_tpu import FAKE
+from tests.launch.submit import kubernetes_schemas
+from tests.launch.train.test_tpu import FAKE
 
 WRITTEN = ("slurm.sh", "kubernetes.yaml")
 _QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
@@ -42,7 +42,7 @@ def test_the_readme_writes_each_file_of_the_folder():
 def test_a_file_is_what_its_command_writes(name):
     _, *words = commands()[name]
     done = subprocess.run(
-        [sys.executable, "-m", "tfdist.launch.cluster.main", *words],
+        [sys.executable, "-m", "tfdist.launch.submit.main", *words],
         capture_output=True,
         text=True,
         check=True,
@@ -116,7 +116,7 @@ def test_without_a_tpu_the_example_says_so_in_one_line():
 
 @pytest.mark.slow
 def test_on_devices_in_a_tpus_place_the_example_trains():
-    begin, _, _ = FAKE.partition("from tfdist.launch import train")
+    begin, _, _ = FAKE.partition("from tfdist.launch.train import")
     run = "import runpy; sys.argv[1:] = ['node-7']; runpy.run_path(PATH, run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", f"{begin}PATH = {str(FOLDER / 'tpu.py')!r}\n{run}", "1"],

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import skip_without
 
 FOLDER = Path(__file__).parents[2] / "examples"
-#: `make_preset.py` runs in tests/launch/test_finetune.py, whose presets it makes; a TPU and Hogwild's
+#: `make_preset.py` runs in tests/launch/finetune/test_finetune.py, whose presets it makes; a TPU and Hogwild's
 #: threads have no ranks.
 OTHERS = ("make_preset.py", "tpu.py", "hogwild.py")
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in OTHERS)

@@ -22,7 +22,7 @@ def _fit(kind: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-m", "tests.house.programs.fit", kind, f"{folder}/run"]
         engine = "horovod" if importlib.util.find_spec("horovod") else "tensorflow"
-        launcher = [sys.executable, "-m", "tfdist.launch.run", "-np", "2"]
+        launcher = [sys.executable, "-m", "tfdist.launch.run.main", "-np", "2"]
         found = subprocess.run(
             [*launcher, f"--engine={engine}", "--", *program],
             capture_output=True,

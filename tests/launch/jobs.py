@@ -37,7 +37,7 @@ PROGRAM = [str(SCRIPTS / "tfdist-run")]
 HURRIED = [
     sys.executable,
     "-c",
-    "from tfdist.launch import run, supervisor\n"
+    "from tfdist.launch.run import main as run, supervisor\n"
     "supervisor._GRACE_SECONDS = supervisor._TERMINATE_SECONDS = 0.7\n"
     "run.run()",
 ]

@@ -198,7 +198,7 @@ def test_the_wheel_has_each_file_once_and_under_tfdist(wheel):
     tops = {name.partition("/")[0] for name in names}
     (metadata,) = tops - {"tfdist"}
     assert re.fullmatch(r"tfdist-.*\.dist-info", metadata)
-    # As `tfdist/launch/run.py` and not as `launch/run.py` beside it.
+    # As `tfdist/launch/run/main.py` and not as `launch/run/main.py` beside it.
     assert not [name for name in names if name.startswith(tuple(f"{room}/" for room in LINKED))]
 
 

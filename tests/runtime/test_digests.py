@@ -7,8 +7,13 @@ import shutil
 import pytest
 
 from tfdist.backend.native import Library
-from tfdist.launch import horovod_build, native_build
-from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError, check_interpreter
+from tfdist.launch.install_horovod import build as horovod_build
+from tfdist.launch.install_horovod import native_build
+from tfdist.launch.install_horovod.prerequisites import (
+    BuildOptions,
+    PrerequisiteError,
+    check_interpreter,
+)
 from tfdist.runtime.digests import matches_digest, write_digest
 
 

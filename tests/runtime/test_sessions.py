@@ -27,8 +27,8 @@ time.sleep(600)
 PROGRAMS = {
     "tfdist-install-horovod": (
         "pip",
-        "from tfdist.launch import horovod_build, install_horovod as program;"
-        "horovod_build.check_toolchain = lambda options: None;",
+        "from tfdist.launch.install_horovod import build, main as program;"
+        "build.check_toolchain = lambda options: None;",
         ["--force", "--cache_dir={}"],
     ),
     "python -m benchmarks.environments": (
@@ -87,8 +87,8 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("statement", "argument"),
     [
-        ("from tfdist.launch.install_horovod import run", "--cache_dir="),
-        ("from tfdist.launch.install_horovod import run", "--cache_dir= "),
+        ("from tfdist.launch.install_horovod.main import run", "--cache_dir="),
+        ("from tfdist.launch.install_horovod.main import run", "--cache_dir= "),
         ("from benchmarks.environments import run", "--peers="),
     ],
 )

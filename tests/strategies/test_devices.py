@@ -7,7 +7,7 @@ import json
 import pytest
 import tensorflow as tf
 
-from tfdist.launch import checkpoint_flags
+from tfdist.launch.flags import checkpoint as checkpoint_flags
 from tfdist.strategies import devices
 
 

@@ -16,7 +16,7 @@ from absl import flags
 
 from benchmarks import environments, training
 from tests.values.bad_values import random_texts
-from tfdist.launch.command import Program
+from tfdist.launch.flags.command import Program
 
 __all__ = ["COMPANIONS", "LEGAL", "BadLine", "bad_lines", "base_of", "programs", "random_lines"]
 

@@ -22,7 +22,7 @@ from tests.values.command_lines import (
     programs,
     random_lines,
 )
-from tfdist.launch.command import Program, UsageError
+from tfdist.launch.flags.command import Program, UsageError
 from tfdist.utils.checks import shown
 
 pytestmark = pytest.mark.usefixtures("no_old_garbage")

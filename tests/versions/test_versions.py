@@ -51,7 +51,7 @@ def move(keras):
     del keras.src.backend.tensorflow.nn
     sys.modules["keras.src.backend.tensorflow.nn"] = None
 wrapt.register_post_import_hook(move, "keras")
-from tfdist.launch import train
+from tfdist.launch.train import main as train
 train.PROGRAM.run(["tfdist-train", "--model=convnet"])
 """
 

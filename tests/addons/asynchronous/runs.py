@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def start(folder, np=3, ps=1, engine="tensorflow", **options) -> subprocess.Popen:
-    words = [sys.executable, "-m", "tfdist.launch.run", f"--engine={engine}", "-np", str(np)]
+    words = [sys.executable, "-m", "tfdist.launch.run.main", f"--engine={engine}", "-np", str(np)]
     words += [f"--ps={ps}"] if ps else []
     words += ["--", sys.executable, str(JOB), str(folder), json.dumps(options)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

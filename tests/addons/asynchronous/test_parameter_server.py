@@ -272,7 +272,7 @@ def test_a_wrong_tf_config_is_shown(monkeypatch, config):
 )
 def test_the_launcher_refuses_what_servers_do_not_do(flag):
     """In one line that names the flag, before TensorFlow is imported."""
-    words = ["-m", "tfdist.launch.train", "--model=gpt", "--strategy=parameter_server", flag]
+    words = ["-m", "tfdist.launch.train.main", "--model=gpt", "--strategy=parameter_server", flag]
     done = subprocess.run(
         [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

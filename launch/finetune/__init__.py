@@ -1,0 +1,1 @@
+"""`tfdist-finetune`: fine-tunes a language model of KerasHub."""

@@ -1,0 +1,1 @@
+"""`tfdist-install-horovod`: builds Horovod and the compiled operations of tfdist."""

@@ -1,0 +1,1 @@
+"""`tfdist-plan`: the layout, cost and duration of a training."""

@@ -1,0 +1,273 @@
+"""`tfdist-plan fit`, `goodput` and `optimum`: scaling laws and failures, without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from tabulate import tabulate
+
+from tfdist.addons.planner import goodput, laws
+from tfdist.launch.flags import command
+from tfdist.launch.flags.values import (
+    MOST_RANKS,
+    FlagDefiner,
+    UsageError,
+    input_file,
+    refuse,
+    refuse_ignored,
+)
+from tfdist.utils.quantities import as_count, as_seconds
+
+_MOST_LINES = 100_000
+
+
+def _shown(found: laws.Range, show=as_count) -> str:
+    if found.low == found.high:
+        return show(found.value)
+    return f"{show(found.value)} ({show(found.low)} to {show(found.high)})"
+
+
+# --- fit ---------------------------------------------------------------------------------------
+
+_FIT_VALUES = flags.FlagValues()
+_FIT_FLOPS = FlagDefiner(_FIT_VALUES).float(
+    "flops", None, "Training FLOPs to find the optimum for", lower_bound=1.0, upper_bound=1e40
+)
+
+
+def _check_fit(words: list[str]) -> list[dict[str, float]]:
+    """Read the runs of the given files."""
+    if not words:
+        raise UsageError("tfdist-plan fit requires files of runs: tfdist-plan fit runs.jsonl.")
+    found: list[dict[str, float]] = []
+    for word in words:
+        input_file("fit", word)
+        try:
+            lines = Path(word).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{word} cannot be read: {error}.") from None
+        for number, line in enumerate(filter(str.strip, lines), 1):
+            found.append(_run_of(line, f"{word}, line {number}"))
+            if len(found) > _MOST_LINES:
+                raise UsageError(
+                    f"A fit is not supported for more than {_MOST_LINES:,} runs. Received: {word}."
+                )
+    names = {frozenset(run) for run in found}
+    if len(names) != 1:
+        raise UsageError(
+            "All runs must have the same fields, and there must be at least one run. Received: "
+            f"{'; '.join(', '.join(sorted(each)) for each in names) or 'none'}."
+        )
+    return found
+
+
+def _run_of(line: str, place: str) -> dict[str, float]:
+    try:
+        run = json.loads(line)
+    except (ValueError, RecursionError):
+        run = None
+    for names in (("parameters", "tokens", "loss"), ("ranks", "seconds")):
+        if isinstance(run, dict) and all(
+            isinstance(run.get(name), int | float) and not isinstance(run.get(name), bool)
+            for name in names
+        ):
+            return {name: run[name] for name in names}
+    raise UsageError(
+        f"{place} must be a line of JSON with parameters, tokens and loss, or with ranks and seconds. "
+        f"Received: {line[:100]!r}."
+    )
+
+
+def _fit(runs: Sequence[dict[str, float]]) -> int:
+    columns = {name: [run[name] for run in runs] for name in runs[0]}
+    try:
+        if "ranks" in columns:
+            share = laws.serial_share([int(n) for n in columns["ranks"]], columns["seconds"])
+            print(f"Serial share: {_shown(share, '{:.2%}'.format)} of the work of one rank.")
+            print(f"Upper bound of the speed-up: {1 / max(share.value, 1e-9):,.1f} times.")
+            return 0
+        law = laws.fit_law(columns["parameters"], columns["tokens"], columns["loss"])
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(
+        f"L(N, D) = {law.irreducible:.4g} + {law.of_parameters:.4g} / N^{law.alpha:.4f} + "
+        f"{law.of_tokens:.4g} / D^{law.beta:.4f}, fitted to {len(runs)} runs."
+    )
+    errors = [law.errors[6 * place] ** 0.5 for place in range(5)]
+    for name, deviation in zip(("E", "ln A", "ln B", "alpha", "beta"), errors, strict=True):
+        print(f"standard error of {name}: {deviation:.3g}")
+    spent = max(6 * n * d for n, d in zip(columns["parameters"], columns["tokens"], strict=True))
+    _print_optimum(law, _FIT_FLOPS.value or 10 * spent)
+    if _FIT_FLOPS.value is not None and _FIT_FLOPS.value > 100 * spent:
+        print(f"Extrapolated: the largest run had {as_count(spent)} FLOPs.")
+    return 0
+
+
+def _print_optimum(law: laws.Law, flops: float) -> None:
+    best = law.optimum(flops)
+    print(
+        f"Optimum for {as_count(flops)} FLOPs, with 95% intervals: {_shown(best.parameters)} parameters, "
+        f"{_shown(best.tokens)} tokens, loss {_shown(best.loss, '{:.3f}'.format)}."
+    )
+
+
+FIT = command.Program(
+    _fit,
+    _FIT_VALUES,
+    usage="tfdist-plan fit [flags] FILE...",
+    summary="Fits a scaling law to runs: lines of JSON with parameters, tokens and loss; or Amdahl's "
+    "law to lines with ranks and seconds.",
+    check=_check_fit,
+    rest=True,
+)
+
+
+# --- optimum -----------------------------------------------------------------------------------
+
+_OPTIMUM_VALUES = flags.FlagValues()
+_define = FlagDefiner(_OPTIMUM_VALUES)
+_FLOPS = _define.float("flops", None, "Training FLOPs", lower_bound=1.0, upper_bound=1e40)
+_PARAMETERS = _define.float(
+    "parameters",
+    None,
+    "Parameters of a model; of a mixture of experts the active ones",
+    lower_bound=1.0,
+    upper_bound=1e18,
+)
+_TOKENS = _define.float(
+    "tokens",
+    None,
+    "Training tokens [the optimal number]",
+    lower_bound=1.0,
+    upper_bound=1e18,
+)
+
+
+def _check_optimum(_: list[str]) -> None:
+    if (_FLOPS.value is None) == (_PARAMETERS.value is None):
+        raise UsageError(
+            "tfdist-plan optimum requires either --flops or --parameters. Received: "
+            f"--flops={_FLOPS.value}, --parameters={_PARAMETERS.value}."
+        )
+    if _PARAMETERS.value is None:
+        refuse_ignored(_OPTIMUM_VALUES, (_TOKENS,), "requires --parameters", "--flops")
+
+
+def _optimum(_: None) -> int:
+    if _PARAMETERS.value is not None and _TOKENS.value is not None:
+        flops = laws.training_flops(_PARAMETERS.value, _TOKENS.value)
+        _print_losses(_PARAMETERS.value, _TOKENS.value)
+    elif _PARAMETERS.value is not None:
+        tokens = laws.CHINCHILLA.tokens_for(_PARAMETERS.value)
+        flops = laws.training_flops(_PARAMETERS.value, tokens)
+        print(
+            f"{as_count(_PARAMETERS.value)} parameters are optimal for {as_count(flops)} FLOPs, with "
+            f"{as_count(tokens)} tokens."
+        )
+        _print_losses(_PARAMETERS.value, tokens)
+    else:
+        flops = _FLOPS.value
+        n, d = laws.kaplan_optimum(flops)
+        print(
+            f"Kaplan et al. 2020: {as_count(n)} parameters, {as_count(d)} tokens, loss "
+            f"L(C) = (3.1e8 / C)^0.050 = {laws.kaplan_loss(flops=flops):.3f}."
+        )
+    print("Hoffmann et al. 2022, constants of Besiroglu et al. 2024:")
+    _print_optimum(laws.CHINCHILLA, flops)
+    return 0
+
+
+def _print_losses(n: float, d: float) -> None:
+    """Print the losses of both laws for N parameters and D tokens, in nats per token."""
+    law = laws.CHINCHILLA
+    chinchilla = (
+        f"E + A/N^alpha + B/D^beta = {law.irreducible:g} + {law.of_parameters:g}/N^{law.alpha:g} + "
+        f"{law.of_tokens:g}/D^{law.beta:g}"
+    )
+    rows = [
+        ("Kaplan et al. 2020, L(N)", "(8.8e13/N)^0.076", laws.kaplan_loss(n)),
+        ("L(D)", "(5.4e13/D)^0.095", laws.kaplan_loss(tokens=d)),
+        (
+            "L(N, D)",
+            "((6.4e13/N)^(0.076/0.103) + 1.8e13/D)^0.103",
+            laws.kaplan_loss(n, d),
+        ),
+        ("Hoffmann et al. 2022", chinchilla, law.loss(n, d)),
+    ]
+    shown = [(name, formula, f"{loss:.3f}") for name, formula, loss in rows]
+    head = (f"loss of {as_count(n)} parameters after {as_count(d)} tokens", "formula", "nats")
+    print(f"\n{tabulate(shown, head, disable_numparse=True)}\n")
+
+
+OPTIMUM = command.Program(
+    _optimum,
+    _OPTIMUM_VALUES,
+    usage="tfdist-plan optimum [flags]",
+    summary="Computes the optimal sizes of a model and its data for a number of training FLOPs.",
+    check=_check_optimum,
+)
+
+
+# --- goodput -----------------------------------------------------------------------------------
+
+_GOODPUT_VALUES = flags.FlagValues()
+_of_failures = FlagDefiner(_GOODPUT_VALUES)
+_RANKS = _of_failures.integer("ranks", 8, "Ranks of the job", lower_bound=1, upper_bound=MOST_RANKS)
+_MTBF = _of_failures.float(
+    "mtbf_hours", 50_000.0, "Hours between failures of a rank", lower_bound=1e-3, upper_bound=1e9
+)
+_SAVE = _of_failures.float(
+    "save_seconds", 30.0, "Seconds that a save blocks training", lower_bound=1e-3, upper_bound=1e6
+)
+_RESTART = _of_failures.float(
+    "restart_seconds",
+    300.0,
+    "Seconds from a failure to the next step",
+    lower_bound=0.0,
+    upper_bound=1e6,
+)
+_INTERVAL = _of_failures.string("interval", None, "Seconds between saves [the best]")
+
+
+def _check_goodput(_: list[str]) -> float | None:
+    if _INTERVAL.value is None:
+        return None
+    try:
+        seconds = float(_INTERVAL.value)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds <= 1e9:
+        raise refuse("interval", _INTERVAL.value, "a number of seconds from 0.001 to 1e9")
+    return seconds
+
+
+def _goodput(interval: float | None) -> int:
+    found = goodput.goodput(
+        _RANKS.value,
+        mtbf_hours=_MTBF.value,
+        save_seconds=_SAVE.value,
+        restart_seconds=_RESTART.value,
+        interval=interval,
+    )
+    rows = [
+        ("time between failures of the job", as_seconds(found.mtbf)),
+        ("time of training between saves", as_seconds(found.interval)),
+        ("goodput", f"{found.share:.2%}"),
+        ("saving", f"{found.saving:.2%}"),
+        ("repeated steps", f"{found.lost:.2%}"),
+        ("restarting", f"{found.restarting:.2%}"),
+    ]
+    print(tabulate(rows, tablefmt="plain", disable_numparse=True))
+    return 0
+
+
+GOODPUT = command.Program(
+    _goodput,
+    _GOODPUT_VALUES,
+    usage="tfdist-plan goodput [flags]",
+    summary="Computes the best checkpoint interval, and the share of a job's time for training.",
+    check=_check_goodput,
+)

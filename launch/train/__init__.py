@@ -1,0 +1,1 @@
+"""`tfdist-train`: trains the reference models."""

@@ -1,0 +1,48 @@
+"""What goes to other hosts, and how they are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist.launch.run import remote
+from tfdist.launch.run.hosts import parse_host
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    remote._passed.cache_clear()
+    yield
+    remote._passed.cache_clear()
+
+
+@pytest.mark.parametrize("text", ["-oProxyCommand=x", "-", "-h:2", "--host", "-oProxyCommand=x y"])
+def test_a_host_that_begins_with_a_hyphen_is_none(text):
+    assert parse_host(text) is None
+
+
+def test_a_host_is_no_option_of_ssh():
+    words = remote.ssh("host", ["python", "a b"])
+    assert words[words.index("host") - 1] == "--"
+    assert words[-1] == "python 'a b'"
+
+
+def test_what_looks_like_a_secret_stays_here(monkeypatch, capsys):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "TFDIST_JOB_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/tmp/agent")
+    passed = remote._passed()
+    assert passed["OMP_NUM_THREADS"] == "2"
+    assert "secret" not in passed.values() and "SSH_AUTH_SOCK" not in passed
+    said = capsys.readouterr().err
+    assert (
+        "AWS_SECRET_ACCESS_KEY, HF_TOKEN, TFDIST_JOB_TOKEN, db_password look like secrets" in said
+    )
+    assert said.count("\n") == 1
+
+
+def test_variables_that_are_named_go_all_the_same(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv(remote.PASS, "HF_TOKEN,OTHER")
+    assert remote._passed()["HF_TOKEN"] == "secret"
+    assert not capsys.readouterr().err
