@@ -25,6 +25,7 @@ ROOMS = (
     # Patches of Keras that not every training needs.
     ROOT / "tfdist" / "addons" / "cpu_kernels",
     ROOT / "tfdist" / "addons" / "hub",
+    ROOT / "tfdist" / "tensor_parallel" / "attention_cores.py",
 )
 #: TensorFlow's names, which Keras has too: where they stand, and whose they are.
 TENSORFLOWS = {

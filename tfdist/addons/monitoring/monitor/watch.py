@@ -21,9 +21,9 @@ import tensorflow as tf
 
 from tfdist.addons.monitoring.monitor.flops import Flops, count_flops
 from tfdist.addons.monitoring.monitor.input_waits import note_waits, watch_iterators
+from tfdist.addons.monitoring.monitor.train_calls import watch_calls
 from tfdist.backend.clock.rows import Columns, Row, RowBuffer
 from tfdist.backend.clock.stamps import Cell, Column, Stamps, current_stamps, stamping, updating
-from tfdist.backend.keras.train_calls import watch_calls
 from tfdist.gradients.norms import square_of
 from tfdist.step.context import strategy_of
 
