@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist.launch.doctor import hosts, machine, meeting, page, software, surroundings
+from tfdist.launch.doctor import engines, hosts, machine, page, software, surroundings
 from tfdist.launch.doctor.findings import Check, run_checks
 from tfdist.launch.flags import command
 from tfdist.launch.flags.values import MOST_RANKS_OF_A_HOST, FlagDefiner, refuse, refuse_ignored
@@ -32,7 +32,9 @@ _NP = _define.integer(
     upper_bound=MOST_RANKS_OF_A_HOST,
 )
 _FOLDER = _define.string("folder", ".", "Working folder of the ranks")
-_MEET = _define.boolean("meet", False, "Test each engine on two ranks, which takes 20 s")
+_ENGINES = _define.boolean("engines", False, "Test each engine on two ranks, which takes 20 s")
+# Its former name.
+flags.DEFINE_alias("meet", "engines", flag_values=_VALUES)
 _IMPORTS = _define.boolean("imports", True, "Import TensorFlow and its dependents")
 _SECONDS = _define.float(
     "seconds",
@@ -83,7 +85,7 @@ def _check(_: list[str]) -> _Request:
     here = sum(host.slots for host in named if is_this_machine(host.name))
     far = [host for host in named if not is_this_machine(host.name)]
     if not _IMPORTS.value:
-        refuse_ignored(_VALUES, (_MEET,), "cannot be combined with --noimports", "--noimports")
+        refuse_ignored(_VALUES, (_ENGINES,), "cannot be combined with --noimports", "--noimports")
     num_ranks = _NP.value or here or _RANKS
     size = num_ranks + sum(host.slots for host in far)
     return _Request(far, remote.srun if in_slurm else remote.ssh, num_ranks, _job(size, bool(far)))
@@ -145,8 +147,8 @@ def _main(request: _Request) -> int:
         ],
     }
     sections = run_checks(checks, seconds)
-    if _MEET.value:
-        sections.append(meeting.section())
+    if _ENGINES.value:
+        sections.append(engines.section())
     page.print_page(sections, sys.stdout)
     return exit_codes.FAILED if page.has_problems(sections) else 0
 

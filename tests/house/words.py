@@ -18,7 +18,7 @@ _CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 #: What a message says of its subject, in its first sentence.
 _FORM = re.compile(
     r"\b(?:must|cannot|can only|requires?|expected|(?:is|are) not supported|(?:is|are) not|did not|"
-    r"could not|does not|do not|failed|not found|missing|unknown|mismatch)\b",
+    r"could not|does not|do not|failed|not found|missing|unknown|mismatch|corrupt|invalid|at most|has no)\b",
     re.IGNORECASE,
 )
 _LOGGING = {"warning", "error", "info", "exception", "log_first_n", "critical"}
@@ -97,6 +97,8 @@ def _is_said(function: ast.expr) -> bool:
     owner = ast.unparse(function.value)
     if function.attr in _LOGGING:
         return "log" in owner
+    if function.attr == "DEFINE_alias":
+        return False  # Its arguments are names.
     return ("flags" in owner and function.attr.startswith("DEFINE_")) or (
         owner == "_define" and function.attr in _FLAGS
     )

@@ -384,7 +384,7 @@ def test_a_horovod_that_ends_the_process_is_found(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_of_each_engine_meet():
-    done = doctor("--meet", "--seconds=100", seconds=280)
+    done = doctor("--engines", "--seconds=100", seconds=280)
     assert done.returncode == 0, done.stdout
     assert "two ranks ran an all-reduce" in done.stdout
     assert sys.executable in done.stdout
