@@ -316,7 +316,7 @@ def base_of(program: str, flag: str = "") -> tuple[list[str], list[str]]:
 def bad_lines() -> Iterator[BadLine]:
     """Each flag of each program with each value that its kind does not allow."""
     for name, program in programs().items():
-        for flag in program.values:
+        for flag in _flags_of(program):
             for value_name, value in _bad_values(name, program.values[flag]).items():
                 yield _line(name, flag, value_name, value)
 
@@ -324,9 +324,15 @@ def bad_lines() -> Iterator[BadLine]:
 def random_lines(count: int, seed: int) -> Iterator[BadLine]:
     """Each flag with texts of random characters, which may be right."""
     for name, program in programs().items():
-        for flag in program.values:
+        for flag in _flags_of(program):
             for number, value in enumerate(random_texts(count, seed)):
                 yield _line(name, flag, f"random {number} of seed {seed}", value)
+
+
+def _flags_of(program: Program) -> list[str]:
+    """The flags of a program; messages name a flag, and not the alias that was given."""
+    values = program.values
+    return [flag for flag in values if not values[flag].help.startswith("Alias for ")]
 
 
 def _line(program: str, flag: str, value_name: str, value: str) -> BadLine:

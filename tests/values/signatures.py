@@ -22,6 +22,7 @@ from tests.public import public_objects
 from tests.values.bad_values import bad_for
 from tfdist.collectives.local import LocalEngine
 from tfdist.extend import LayerSplit
+from tfdist.pipeline.simulation import simulate
 
 #: What is not public, and checks its arguments all the same.
 INNER = [
@@ -31,6 +32,7 @@ INNER = [
     "tfdist.addons.monitoring.memory.PeakMemory",
     "tfdist.addons.monitoring.memory.bytes_in_use",
     "tfdist.addons.monitoring.model_sync.verify_model_sync",
+    "tfdist.testing.faults.FlipBit",
     "tfdist.watchdog.watchdog.Watchdog",
     "tfdist.watchdog.watchdog.startup_guard",
     "tfdist.pipeline.chain.Chain",
@@ -122,6 +124,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "axis_group.axis": lambda: "tensor",
     "check_engine.make_engine": lambda: LocalEngine,
     "check_schedule.schedule": lambda: tfdist.pipeline.make_schedule("1f1b", 2, 4),
+    "save_timeline.run": lambda: simulate(tfdist.pipeline.make_schedule("1f1b", 2, 4)),
     "register_split.layer_class": lambda: keras.layers.Softmax,
     "register_split.split": _Split,
     "register_strategy.name": lambda: "Other",
@@ -246,6 +249,7 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.addons.compat.horovod.LearningRateScheduleCallback.start_epoch": {"zero"},
     "tfdist.addons.compat.horovod.LearningRateWarmupCallback.warmup_epochs": _ZERO,
     "tfdist.learning_rate.ScaledWarmup.warmup_steps": {"zero"},
+    "*.save_timeline.path": {"newline", *_ANY_NAME},
     "tfdist.checkpoint.*.directory": {"newline", *_ANY_NAME},
     "tfdist.callbacks.Checkpointer.directory": {"newline", *_ANY_NAME},
     "tfdist.checkpoint.*.path": {"newline", *_ANY_NAME},

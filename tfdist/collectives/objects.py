@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.collectives.arguments import check_group, checked_member
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, broadcast
+from tfdist.utils import checks
 
 
 def broadcast_object(value: Any, group: Group, root: int = 0, *, name: str = "object"):
@@ -25,7 +26,7 @@ def broadcast_object(value: Any, group: Group, root: int = 0, *, name: str = "ob
     Raises:
         ValueError: `root` is not in the group.
     """
-    check_group(group, name)
+    check_group(group, checks.text("name", name))
     root = checked_member(root, group, "root")
     if group.size == 1:
         return value
@@ -46,7 +47,7 @@ def all_gather_object(value: Any, group: Group, *, name: str = "object") -> list
         group: The group.
         name: What the object is, for messages.
     """
-    check_group(group, name)
+    check_group(group, checks.text("name", name))
     if group.size == 1:
         return [value]
     payload = np.frombuffer(cloudpickle.dumps(value), np.uint8)

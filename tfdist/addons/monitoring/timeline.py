@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tfdist.pipeline.schedules import Action, Schedule
 from tfdist.pipeline.simulation import UNIT_COSTS, Run, simulate
+from tfdist.utils import checks
 
 _COLORS = {
     Action.FORWARD: "#5b8def",
@@ -60,8 +61,13 @@ def save_timeline(run: Run, path: str | Path) -> None:
         run: The step, as `PipelineModel.last_run` returns it.
         path: A file *.json, for a trace that Chrome and Perfetto show; any other suffix is that of a
             picture, which requires `pip install 'tfdist[plots]'`.
+
+    Raises:
+        ValueError: An argument has another type.
+        ImportError: matplotlib, for a picture, is not installed.
     """
-    if Path(path).suffix == ".json":
+    checks.instance("run", run, Run, "a run, such as PipelineModel.last_run")
+    if Path(checks.path("path", path)).suffix == ".json":
         write_chrome_trace(run, path)
     else:
         save_picture(run, path)
