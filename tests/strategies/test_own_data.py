@@ -71,7 +71,7 @@ def unlike_batches(strategy):
 
 @on_ranks(("tensorflow", 2))
 def test_unlike_batches_are_refused_on_all_ranks(pool):
-    with pytest.raises(ValueError, match="one structure"):
+    with pytest.raises(ValueError, match="of the same structure"):
         pool.run(programs.on_rank, unlike_batches)
 
 

@@ -35,7 +35,7 @@ def check_transient(pool, mesh: dict, fault: dict) -> str:
             np.testing.assert_allclose(value, wanted, rtol=1e-3, atol=1e-5)
     assert not any(each["said"] for each in found[1:])
     (said,) = found[0]["said"]
-    assert "It was a transient fault: the 3 steps up to step 6 were run again" in said
+    assert "The fault was transient: the 3 steps up to step 6 were run again" in said
     return said
 
 
