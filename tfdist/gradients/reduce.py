@@ -10,7 +10,7 @@ from tfdist.collectives import Group
 from tfdist.collectives.low_precision import is_narrower, narrow_all_reduce
 from tfdist.collectives.run import Call, run
 from tfdist.gradients.buckets import buckets
-from tfdist.gradients.items import GradientItem, by_reduction
+from tfdist.gradients.items import GradientItem
 from tfdist.gradients.origins import Origin
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
 from tfdist.gradients.sparse import reduce_rows, shard_of_gradient
@@ -20,7 +20,7 @@ from tfdist.sharding.parts import flattened, unflattened
 from tfdist.step.context import ReplicaContext
 from tfdist.step.gradient_options import GradientOptions
 from tfdist.step.keras_step import KerasStep
-from tfdist.utils.places import replace_at, replaced_by_key
+from tfdist.utils.places import places_by, replace_at, replaced_by_key
 
 
 def own_parts(
@@ -148,11 +148,13 @@ def reduce_items(
         The reduced gradients, in the order of the items.
     """
     found: list = [item.gradient for item in items]
-    for (group, reduction), places in by_reduction(items).items():
+    sharded = [not whole and item.layout.state is not None for item in items]
+    keys = [(i.group, i.reduction, s) for i, s in zip(items, sharded, strict=True)]
+    for (group, reduction, is_sharded), places in places_by(keys).items():
         some = [found[place] for place in places]
-        shards = [None if whole else items[place].layout.state for place in places]
         rows = any(items[place].keeps_rows for place in places)
-        if any(shard is not None for shard in shards):
+        if is_sharded:
+            shards = [items[place].layout.state for place in places]
             some = reduce_scatter_gradients(some, shards, reduction, options, keep_rows=rows)
         else:
             some = reduce_gradients(some, group, reduction, options, keep_rows=rows, name=name)
