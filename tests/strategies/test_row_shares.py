@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist.data.sharding import shard_batches
 from tfdist.step.row_shares import RowShares
-from tfdist.step.shares import PARTS, MeasuredShares, balanced_rows, parts_of
+from tfdist.step.shares import PARTS, MeasuredShares, parts_of
 
 
 @pytest.mark.parametrize("shares", [[1], [3, 1], [1, 1, 1], [0.1, 0.7, 0.2], [1e-3, 1, 1, 9.9]])
@@ -38,18 +36,6 @@ def test_limits_hold_for_each_batch():
     assert sum(sizes(50)) == 50  # More than there is room for.
     found.set_parts(parts_of([20, 1, 1]))
     assert sizes(11) == [4, 6, 1]
-
-
-def test_rows_follow_speed_within_limits():
-    endless = [math.inf] * 3
-    np.testing.assert_allclose(balanced_rows(12, [3, 2, 1], endless), [6, 4, 2])
-    np.testing.assert_allclose(
-        balanced_rows(12, [3, 2, 1], [4, math.inf, math.inf]), [4, 16 / 3, 8 / 3]
-    )
-    np.testing.assert_allclose(balanced_rows(12, [3, 2, 1], [4, 5, math.inf]), [4, 5, 3])
-    np.testing.assert_allclose(balanced_rows(12, [3, 2, 1], [2, 2, 4]), [3, 3, 6])
-    # A rank that stood still is asked for a little, and measured again.
-    assert balanced_rows(100, [1.0, 1e-9], [math.inf] * 2)[1] > 1
 
 
 def test_what_a_checkpoint_keeps_comes_back():
