@@ -45,14 +45,6 @@ class Endpoint:
     port: int | None = None
 
 
-def local_environments(
-    engine: str, num_ranks: int
-) -> contextlib.AbstractContextManager[list[dict[str, str]]]:
-    """`environments` of `num_ranks` processes on this machine."""
-    checks.integer("num_ranks", num_ranks, minimum=1)
-    return environments(engine, [Endpoint()] * num_ranks)
-
-
 @contextlib.contextmanager
 def environments(
     engine: str, endpoints: Sequence[Endpoint], servers: int = 0
