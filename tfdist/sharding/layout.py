@@ -140,11 +140,6 @@ class VariableLayout:
             return self.slice.shape
         return tuple(local) if self.flat is None else self.flat.array_shape
 
-    def num_parts(self) -> int:
-        """The number of parts of the global array."""
-        parts = (self.slice, self.flat)
-        return math.prod(part.group.size for part in parts if part is not None)
-
     def shard_of_global(self, array):
         """This rank's part of a global array, which is a NumPy array or a tensor."""
         if self.slice is not None:
