@@ -1,4 +1,4 @@
-"""Numbers with units, parsed and formatted: bytes, seconds and counts."""
+"""Numbers with units, parsed and formatted: bytes and seconds."""
 
 from __future__ import annotations
 
@@ -43,13 +43,3 @@ def as_seconds(seconds: float) -> str:
         if seconds >= least * factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def as_count(count: float) -> str:
-    """A number with K, M, B (10^9) or T (10^12), as used for the sizes of models."""
-    if abs(count) >= 1e16:
-        return f"{count:.4g}"
-    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(count) >= factor:
-            return f"{count / factor:.4g}{unit}"
-    return f"{count:.4g}"
