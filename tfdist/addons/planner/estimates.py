@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfdist.addons.planner import communication
-from tfdist.addons.planner.counts import as_count
 from tfdist.addons.planner.layouts import Layout
 from tfdist.addons.planner.machines import Machine
 from tfdist.addons.planner.memory import Memory, PartBytes, part_bytes, rank_memory
@@ -18,6 +17,7 @@ from tfdist.addons.planner.parts import (
     count_parameters,
     training_flops,
 )
+from tfdist.addons.planner.quantities import as_count, as_seconds
 from tfdist.addons.planner.stages import Stage, cut, of_rank
 from tfdist.addons.planner.times import (
     PassTimes,
@@ -27,7 +27,7 @@ from tfdist.addons.planner.times import (
     pipeline_seconds,
 )
 from tfdist.utils import checks
-from tfdist.utils.quantities import as_bytes, as_seconds
+from tfdist.utils.quantities import as_bytes
 
 #: Estimates more than this factor beyond the calibrated range are marked as extrapolated.
 EXTRAPOLATED = 4.0
