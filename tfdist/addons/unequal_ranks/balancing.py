@@ -15,11 +15,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.addons.unequal_ranks.free_memory import available_bytes
 from tfdist.addons.unequal_ranks.proportions import balanced_rows
 from tfdist.addons.unequal_ranks.work import BusyTime, WorkMeter
 from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
-from tfdist.runtime.process_memory import available_bytes, resident_bytes
+from tfdist.runtime.process_memory import resident_bytes
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.row_shares import RowShares
