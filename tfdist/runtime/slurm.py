@@ -68,18 +68,9 @@ def _in_slurms_order(groups: list[list[str]]) -> list[tuple[str, ...]]:
 
 def _split(text: str) -> list[str]:
     """Splits a list at its commas, except at those between brackets."""
-    items, inside = [""], False
-    for character in text.strip():
-        if character in "[]":
-            if inside == (character == "["):
-                raise _malformed(text, "its brackets do not match")
-            inside = not inside
-        if character == "," and not inside:
-            items.append("")
-        else:
-            items[-1] += character
-    if inside:
+    if re.search(r"[\[\]]", _GROUP.sub("", text)):
         raise _malformed(text, "its brackets do not match")
+    items = re.split(r",(?![^\[]*\])", text.strip())
     if not all(items):
         raise _malformed(text, "a name is empty")
     return items
