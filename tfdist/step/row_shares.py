@@ -42,7 +42,8 @@ class RowShares:
                 raise checks.refuse(name, values, meaning)
         if limits is None or isinstance(limits, int):
             limits = [limits or math.inf] * num_ranks
-        self._most_rows = [float(limit) for limit in limits]
+        #: The user's limit on the rows of each rank; infinite if there is none.
+        self.most_rows = [float(limit) for limit in limits]
         self.parts = parts_of([float(share) for share in shares])
         with tf.device("/CPU:0"):
             self._bounds = tf.Variable(
@@ -83,17 +84,13 @@ class RowShares:
         Computed with integers, so that all ranks get the same result. Rows beyond the sum of the limits are
         shared as if there were no limits.
         """
-        most = tf.constant([int(limit) for limit in self._most_rows], tf.int64)
+        most = tf.constant([int(limit) for limit in self.most_rows], tf.int64)
         own = tf.minimum(sizes, most)
         room = most - own
         over = rows - tf.reduce_sum(own)
         own += tf.clip_by_value(over - tf.cumsum(room, exclusive=True), 0, room)
         bounds = self._bounds_of(rows - tf.reduce_sum(own))
         return own + bounds[1:] - bounds[:-1]
-
-    def most_rows(self) -> list[float]:
-        """The user's limit on the rows of each rank; infinite if there is none."""
-        return self._most_rows
 
     def set_parts(self, parts: Sequence[int]) -> None:
         """Changes the shares between two steps; all ranks must do so before the same step.

@@ -132,7 +132,7 @@ class Balancing(keras.callbacks.Callback, FitHook):
         measured: Any = self._shares.measured
         size = self._strategy.row_group.size
         rows, seconds = np.zeros(size), np.zeros(size)
-        most = np.array(self._shares.most_rows())
+        most = np.array(self._shares.most_rows)
         for place, own_rows, own_seconds, own_most, *_ in every:
             if not own_rows:
                 return
