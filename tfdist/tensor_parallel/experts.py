@@ -26,8 +26,8 @@ from tfdist.sharding.parts import Slice
 from tfdist.step.context import current_strategy
 from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.banks import BANKS, Bank
-from tfdist.tensor_parallel.slicing import slice_variable
-from tfdist.zero.sharded_variable import ShardedVariable, shard_variable, unshard_variable
+from tfdist.tensor_parallel.slicing import slice_variable, unshard_variable
+from tfdist.zero.sharded_variable import ShardedVariable, shard_variable
 
 #: By the class of a block, the attributes of its router, its bank, and its shared expert and gate.
 _BLOCKS = {

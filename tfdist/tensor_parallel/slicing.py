@@ -5,13 +5,14 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import stored_shape
+from tfdist.backend.keras.attributes import stored_shape, stored_value
 from tfdist.backend.keras.functional import defer, deferred_initializer, is_deferred
 from tfdist.backend.keras.variables import renew
 from tfdist.collectives import Group
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import NestedSlice, Slice, SlicedInitializer, deep_copy
 from tfdist.sharding.weights import SummedRegularizer, check_by_entries
+from tfdist.zero.sharded_variable import ShardedVariable
 
 
 def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) -> Slice:
@@ -64,3 +65,14 @@ def unslice_variable(variable) -> None:
     if isinstance(variable.regularizer, SummedRegularizer):
         variable.regularizer = variable.regularizer.whole
     update_layout(variable, slice=None)
+
+
+def unshard_variable(variable: keras.Variable) -> None:
+    """Makes a sharded variable ordinary again, with the whole array; all ranks must call this."""
+    if not isinstance(variable, ShardedVariable):
+        return
+    whole = None if stored_value(variable) is None else tf.convert_to_tensor(variable.value)
+    variable.__class__ = keras.Variable
+    update_layout(variable, flat=None)
+    if whole is not None:
+        renew(variable, whole)

@@ -142,17 +142,6 @@ def shard_variable(variable: keras.Variable, group: Group) -> None:
         renew(variable, before)
 
 
-def unshard_variable(variable: keras.Variable) -> None:
-    """Makes a sharded variable ordinary again, with the whole array; all ranks must call this."""
-    if not isinstance(variable, ShardedVariable):
-        return
-    whole = None if variable._own is None else tf.convert_to_tensor(variable.value)
-    variable.__class__ = keras.Variable
-    update_layout(variable, flat=None)
-    if whole is not None:
-        renew(variable, whole)
-
-
 def as_shards() -> contextlib.AbstractContextManager[None]:
     """A context in which sharded variables are their shards, for optimizers."""
     return attributes_set(_local, as_shards=True)
