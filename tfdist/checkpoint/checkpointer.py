@@ -289,11 +289,10 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         """Whether to save by the chief's clock, and whether a rank has received SIGTERM."""
         now = time.monotonic()
         timed, ahead = False, 0
-        if self._group.rank == 0:
+        if self._progress is not None:
             step_seconds = (now - self._looked_at) / max(1, self._step - self._looked_step)
             left = self._seconds_left(now)
-            if self._progress is not None:
-                self._progress.write(self._step)
+            self._progress.write(self._step)
             timed = left <= step_seconds / 2
             within = _AGREE_SECONDS if timed else min(_AGREE_SECONDS, left)
             ahead = max(1, math.floor(within / max(step_seconds, 1e-6)))
