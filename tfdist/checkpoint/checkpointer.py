@@ -18,8 +18,8 @@ import tensorflow as tf
 from tfdist.backend.clock.stamps import timer
 from tfdist.backend.keras.attributes import initial_epoch
 from tfdist.checkpoint.directory import folders, lost
-from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
-from tfdist.checkpoint.errors import StorageError, report_in_one_line
+from tfdist.checkpoint.directory_lock import DirectoryLock
+from tfdist.checkpoint.errors import report_in_one_line
 from tfdist.checkpoint.fit_state import FitState, check_state
 from tfdist.checkpoint.recovery import Progress, Recovery, report, space_report
 from tfdist.checkpoint.restoring import restore_checked
@@ -330,10 +330,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
     def _completed(self, path: str) -> None:
         """Called on the chief when a checkpoint was verified."""
         if self._directory_lock is not None:
-            try:
-                self._directory_lock.check()
-            except InUseError as error:
-                raise StorageError(str(error)) from error
+            self._directory_lock.check()
         self._retention.completed(path)
         note_newest(path)
 

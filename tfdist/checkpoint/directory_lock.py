@@ -19,8 +19,8 @@ import time
 
 import psutil
 
+from tfdist.checkpoint.errors import DirectoryInUseError
 from tfdist.runtime.lock_owner import JOB, Owner
-from tfdist.utils.errors import TfdistError
 
 LOCK = "tfdist.lock"
 _RENEW_SECONDS = 10.0
@@ -34,10 +34,6 @@ _LOCAL = frozenset(
     | {"apfs", "hfs", "overlay", "ramfs", "tmpfs"}
 )
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
-
-class InUseError(TfdistError):
-    """Another job holds the lock."""
 
 
 class DirectoryLock:
@@ -55,7 +51,7 @@ class DirectoryLock:
         """Acquires the lock.
 
         Raises:
-            InUseError: Another job holds it.
+            DirectoryInUseError: Another job holds it.
             OSError: The directory is not writable.
         """
         if self._key is not None:
@@ -68,7 +64,7 @@ class DirectoryLock:
             self._key = key
 
     def check(self) -> None:
-        """Raises InUseError if another job has taken over the lock."""
+        """Raises DirectoryInUseError if another job has taken over the lock."""
         if self._key is not None:
             with _held_lock:
                 lock, _ = _held[self._key]
@@ -135,7 +131,7 @@ def _wait_for(lock, directory: str):
     end = time.monotonic() + _PATIENCE_SECONDS
     while not lock.try_acquire():
         if time.monotonic() > end:
-            raise InUseError(in_use(directory, lock.owner()))
+            raise DirectoryInUseError(in_use(directory, lock.owner()))
         time.sleep(_POLL_SECONDS)
     return lock
 
@@ -221,7 +217,7 @@ class _RenewedLock:
 
     def check(self) -> None:
         if self._lost is not None:
-            raise InUseError(in_use(self._directory, self._lost))
+            raise DirectoryInUseError(in_use(self._directory, self._lost))
 
     def release(self) -> None:
         self._ended.set()

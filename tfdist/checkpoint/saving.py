@@ -27,9 +27,9 @@ from tfdist.checkpoint.chunks import (
     folder_of_array,
 )
 from tfdist.checkpoint.directory import record_newest
-from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
+from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.entries import entries_of, gather_arrays
-from tfdist.checkpoint.errors import CheckpointError, DirectoryInUseError, StorageError
+from tfdist.checkpoint.errors import CheckpointError, StorageError
 from tfdist.checkpoint.manifest import Array, Digests, Manifest, folder_of, keys_of
 from tfdist.checkpoint.shards import Entry
 from tfdist.checkpoint.storage import UNFINISHED, Storage, digest_of
@@ -101,8 +101,6 @@ def lock_on(directory: str, world: Group) -> DirectoryLock:
             lock.acquire()
         except StorageError:
             raise
-        except InUseError as error:
-            raise DirectoryInUseError(str(error)) from error
         except OSError as error:
             raise StorageError(
                 f"Could not write to {directory}: {error.strerror or error}."
