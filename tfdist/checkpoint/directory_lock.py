@@ -270,10 +270,8 @@ def _is_same(handle: int, path: str) -> bool:
 
 def _is_local(directory: str) -> bool:
     """Whether all processes that can open the directory share this machine's kernel."""
-    path = os.path.realpath(directory)
-    best, kind = "", ""
-    for each in psutil.disk_partitions(all=True):
-        point = each.mountpoint.rstrip("/") + "/"
-        if f"{path}/".startswith(point) and len(point) >= len(best):
-            best, kind = point, each.fstype
-    return kind.lower() in _LOCAL
+    path = f"{os.path.realpath(directory)}/"
+    mounted = psutil.disk_partitions(all=True)
+    kinds = {f"{each.mountpoint.rstrip('/')}/": each.fstype for each in mounted}
+    point = max(filter(path.startswith, kinds), key=len, default="")
+    return kinds.get(point, "").lower() in _LOCAL
