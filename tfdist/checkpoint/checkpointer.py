@@ -167,7 +167,6 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._kept = kept_states_of(self.model, fit_hooks(self.model, self._callbacks))
         self._state = FitState(self.model, self._position, self._callbacks, self._kept)
         self._saver: Saver | None = None
-        self._under_way = None
         self._step = self._epoch_step = self._first_batch = self._ended = 0
         self._resumed: dict[str, Any] | None = None
         report_in_one_line()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -232,11 +233,9 @@ class Save:
         """Deletes the files of a failed save, once no rank writes any more."""
         all_gather_object(None, self._world, name="checkpoint/given-up")
         if self._world.rank == 0 and not self._is_complete:
-            try:
+            # Else the next start deletes them; the user must see why the save has failed.
+            with contextlib.suppress(StorageError):
                 Storage(self.path).delete()
-            except StorageError:
-                # The next start deletes them; the user must see why the save has failed.
-                return
 
     def _run(self) -> None:
         begun = time.perf_counter()
