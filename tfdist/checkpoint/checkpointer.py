@@ -197,8 +197,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         return False
 
     def _restore(self) -> None:
-        if self._progress is not None:
-            self._recovery = Recovery(down_since(), self._progress.read())
+        begun = time.monotonic()
         manifest = restore_checked(self.directory, self.model, check_state, self._kept)
         self._resumed, self._step = manifest.state, manifest.step
         self._resumed_batch = self._state.resume(manifest.state)
@@ -208,8 +207,10 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._counted = [(variable, variable.numpy()) for variable in counted]
         epoch = manifest.state["epoch"]
         _logger.info("Training resumes from step %d, epoch %d.", self._step, epoch)
-        if self._recovery is not None:
-            self._recovery.note_loaded(self._step)
+        if self._progress is not None:
+            # A recovery lasts at least until the next step has ended.
+            until = max(self._progress.read(), self._step + 1)
+            self._recovery = Recovery(down_since(), time.monotonic() - begun, until)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Saves if it is time; restores metrics in the first epoch after a resume."""
