@@ -163,9 +163,8 @@ def _renew_given(variable: ShardedVariable, value) -> None:
     """Replaces the array that a layer reads after it has assigned one; the gradient stays that of a read."""
     array = _local.given[id(variable)]
     if tf.is_symbolic_tensor(array) and array.graph is not tf.compat.v1.get_default_graph():
-        del _local.given[
-            id(variable)
-        ]  # In a branch: the layer gathers the variable again when it reads it.
+        # In a branch: the layer gathers the variable again when it reads it.
+        del _local.given[id(variable)]
         return
 
     @custom_gradient
