@@ -197,7 +197,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         return False
 
     def _restore(self) -> None:
-        begun = time.monotonic()
+        begun, since = time.monotonic(), down_since()
         manifest = restore_checked(self.directory, self.model, check_state, self._kept)
         self._resumed, self._step = manifest.state, manifest.step
         self._resumed_batch = self._state.resume(manifest.state)
@@ -210,7 +210,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         if self._progress is not None:
             # A recovery lasts at least until the next step has ended.
             until = max(self._progress.read(), self._step + 1)
-            self._recovery = Recovery(down_since(), time.monotonic() - begun, until)
+            self._recovery = Recovery(since, time.monotonic() - begun, until)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Saves if it is time; restores metrics in the first epoch after a resume."""
