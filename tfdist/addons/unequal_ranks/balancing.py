@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import psutil
 import tensorflow as tf
 
 from tfdist.addons.unequal_ranks.free_memory import available_bytes
@@ -20,7 +21,6 @@ from tfdist.addons.unequal_ranks.proportions import balanced_rows
 from tfdist.addons.unequal_ranks.work import BusyTime, WorkMeter
 from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
-from tfdist.runtime.process_memory import resident_bytes
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.row_shares import RowShares
@@ -125,7 +125,7 @@ class Balancing(keras.callbacks.Callback, FitHook):
         if measured.max_rows is not None or tf.config.list_logical_devices("GPU"):
             return math.inf
         free = _MEMORY_SHARE * available_bytes()[0] / self._ranks_of_host
-        return 1 + free / max(resident_bytes(), 1)
+        return 1 + free / max(psutil.Process().memory_info().rss, 1)
 
     def _decide(self, every: np.ndarray) -> None:
         """Sets new shares if they are faster; all ranks come to the same result."""
