@@ -77,15 +77,11 @@ def save(
     _check_state(state)
     checks.instance("model", model, keras.Model, "a Keras model")
     saver = Saver(path, model)
-    lock = lock_on(path, saver.world)
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(lock_on(path, saver.world).release)
         writing = saver.begin(step, state)
-        try:
-            return writing.wait()
-        finally:
-            writing.give_up()
-    finally:
-        lock.release()
+        ending.callback(writing.give_up)
+        return writing.wait()
 
 
 def lock_on(directory: str, world: Group) -> DirectoryLock:
