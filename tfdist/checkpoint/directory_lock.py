@@ -94,14 +94,12 @@ def holder_of(directory: str) -> Owner | None:
     if not _is_local(directory):
         return owner
     try:
-        handle = _opened(path, os.O_RDONLY)
-    except OSError:
+        with open(_opened(path, os.O_RDONLY), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
         return None
-    with open(handle, "rb"):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return owner
+    except OSError:
+        return owner
     return None
 
 
