@@ -68,7 +68,7 @@ def check_tokenwise(model: keras.Model, layers) -> None:
             )
     for layer in layers:
         # Functional and sequential models only call their layers.
-        is_container = isinstance(layer, keras.Model) and not _has_own_call(layer)
+        is_container = type(layer).call is Functional.call or isinstance(layer, keras.Sequential)
         if not (is_container or getattr(layer, "splits_tokens", False) or _is_tokenwise(layer)):
             raise ValueError(
                 f"`{layer.name}` ({type(layer).__name__}) of `{model.name}` is not supported with a context "
@@ -198,7 +198,3 @@ def agreed_split(values, group: Group, *, sizes_agree: bool) -> TokenSplit | Non
         )
     tf.debugging.assert_equal(total, split.total, f"{rule}. {remedy}.")
     return split
-
-
-def _has_own_call(model: keras.Model) -> bool:
-    return type(model).call is not Functional.call and not isinstance(model, keras.Sequential)
