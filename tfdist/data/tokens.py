@@ -108,12 +108,10 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
         ValueError: A component is not dense, its dim 1 differs from that of the others, or is too short.
         InvalidArgumentError: The same, at run time, if sizes are not known before.
     """
-    sizes = {
-        part.shape[1]
-        for part in tf.nest.flatten(batch)
-        if part is not None and hasattr(part, "shape") and len(part.shape) > 1
-    } - {None}
-    if len(sizes) > 1 or any(isinstance(part, _NOT_DENSE) for part in tf.nest.flatten(batch)):
+    parts = tf.nest.flatten(batch)
+    sizes = {part.shape[1] for part in parts if hasattr(part, "shape") and len(part.shape) > 1}
+    is_dense = not any(isinstance(part, (tf.RaggedTensor, tf.SparseTensor)) for part in parts)
+    if len(sizes - {None}) > 1 or not is_dense:
         raise ValueError(
             "A context axis requires batches of dense tensors with the same size along dim 1, the sequence. "
             f"Received: {tf.nest.map_structure(lambda part: getattr(part, 'shape', part), batch)}."
@@ -133,9 +131,6 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
         return tf.raw_ops.PlaceholderWithDefault(input=own, shape=open_shape)
 
     return tf.nest.map_structure(take, batch)
-
-
-_NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor)
 
 
 def _checked(part, split: TokenSplit, even: bool):
