@@ -18,9 +18,6 @@ import psutil
 
 from tfdist.utils import checks
 
-#: A variable with the number of ranks for which an elastic job was configured.
-MEANT_RANKS = "TFDIST_MEANT_RANKS"
-
 ENGINES = ("horovod", "tensorflow", "local")
 
 _PORTS = (20_000, 32_000)
