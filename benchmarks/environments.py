@@ -16,7 +16,8 @@ from tfdist.launch.flags import values as flag_values
 from tfdist.launch.flags.values import FlagDefiner
 from tfdist.launch.install_horovod.build import BuildError, build
 from tfdist.launch.install_horovod.prerequisites import PrerequisiteError
-from tfdist.runtime.sessions import exit_on_signals, run_in_session
+from tfdist.launch.signals import exit_on_signals
+from tfdist.runtime.sessions import run_in_session
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)

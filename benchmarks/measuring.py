@@ -12,8 +12,10 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import psutil
+
 from tfdist.launch.plan.trials import fit_begins, median_interval
-from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
+from tfdist.runtime.process_memory import forget_peak, peak_bytes
 from tfdist.testing import RankPool
 
 #: What ends the place in a document that is renewed.
@@ -140,7 +142,7 @@ def wide_gpt(**options):
 
 def peak_above(function: Callable[[], Any]) -> tuple[int, Any]:
     """By how many bytes a function raises this process's resident memory at the highest, and its result."""
-    before = resident_bytes()
+    before = psutil.Process().memory_info().rss
     forget_peak()
     result = function()
     return peak_bytes() - before, result

@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks import planning_report
 from benchmarks.measuring import ENVIRONMENT
 from benchmarks.planning_cases import Case, cases, limit_cases
@@ -56,15 +58,13 @@ def limited_trial(case: Case, limit: int) -> None:
     """
     import os
 
-    from tfdist.runtime.process_memory import resident_bytes
-
     base = Path("/sys/fs/cgroup/memory")
     file = "memory.limit_in_bytes"
     if not base.is_dir():
         base, file = Path("/sys/fs/cgroup"), "memory.max"
     group = base / f"tfdist-{os.getpid()}"
     group.mkdir()
-    (group / file).write_text(str(limit - resident_bytes()))
+    (group / file).write_text(str(limit - psutil.Process().memory_info().rss))
     (group / "cgroup.procs").write_text(str(os.getpid()))
     trials.trial(case.sizes, case.layout, case.batch, 3)
 

@@ -41,7 +41,7 @@ from tfdist.launch.flags.values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.runtime.sessions import exit_on_signals
+from tfdist.launch.signals import exit_on_signals
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)

@@ -125,12 +125,7 @@ class ParallelStrategy(DistributedStrategy):
         self.gradient_stages += [*gradient_stages, *([] if compression is None else [compression])]
         self.fit_hooks += [stage for stage in self.gradient_stages if isinstance(stage, FitHook)]
         if batch_shares is not None:
-            from tfdist.step.row_shares import RowShares
-
-            self.row_shares = RowShares(batch_shares, self.row_group.size)
-            if self.row_shares.measured and engine.size > 1:
-                balancing = require_addon("unequal_ranks", 'batch_shares="measured"').balancing
-                self.fit_hooks.append(balancing.Balancing(self))
+            self._share_rows(batch_shares)
         # One rank holds everything.
         self.zero_stage = zero_stage if self.gradient_group.size > 1 else 0
         if self.zero_stage == 3:
@@ -140,6 +135,21 @@ class ParallelStrategy(DistributedStrategy):
             self._watchdog = Watchdog(engine, watchdog_seconds)
         keras_patches.install()
         record_strategy(self)
+
+    def _share_rows(self, batch_shares: str | MeasuredShares | Sequence[float]) -> None:
+        """Gives ranks shares of the rows that are not equal."""
+        from tfdist.step.row_shares import RowShares
+        from tfdist.step.shares import MeasuredShares
+
+        size = self.row_group.size
+        if not isinstance(batch_shares, str | MeasuredShares):
+            self.row_shares = RowShares(batch_shares, size)
+            return
+        measured = MeasuredShares() if isinstance(batch_shares, str) else batch_shares
+        balancing = require_addon("unequal_ranks", 'batch_shares="measured"').balancing
+        self.row_shares = balancing.MeasuredRowShares(measured, size)
+        if self.engine.size > 1:
+            self.fit_hooks.append(balancing.Balancing(self))
 
     @property
     def batch_shares(self) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from typing import IO, Any, cast
 
 from tfdist.addons.planner import Link, Requirement
 from tfdist.addons.planner.memory import BUCKET_BYTES
+from tfdist.addons.planner.quantities import as_seconds
 from tfdist.addons.planner.requirements import asked_of_link
 from tfdist.launch.doctor import far
 from tfdist.launch.doctor.findings import Finding, note, ok, problem
@@ -29,7 +30,6 @@ from tfdist.launch.run.processes import start_session
 from tfdist.runtime.rendezvous import address_towards
 from tfdist.runtime.sessions import kill_session
 from tfdist.utils.checks import one_line
-from tfdist.utils.quantities import as_seconds
 
 Shell = Callable[[str, Sequence[str]], list[str]]
 

@@ -8,10 +8,10 @@ import resource
 import shutil
 import tempfile
 
+from tfdist.addons.unequal_ranks.free_memory import available_bytes
 from tfdist.launch.doctor.findings import Finding, answer_of, note, ok, problem
 from tfdist.launch.doctor.software import Trials
 from tfdist.launch.run.num_ranks import count_cores
-from tfdist.runtime.process_memory import available_bytes
 from tfdist.utils.checks import one_line
 
 _GIB = 1 << 30

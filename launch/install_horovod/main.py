@@ -12,7 +12,7 @@ from tfdist.launch.flags import command
 from tfdist.launch.flags.values import FlagDefiner, folder, refuse_ignored
 from tfdist.launch.install_horovod.build import HOROVOD_VERSION, BuildError, install, prove
 from tfdist.launch.install_horovod.prerequisites import BuildOptions, PrerequisiteError
-from tfdist.runtime.sessions import exit_on_signals
+from tfdist.launch.signals import exit_on_signals
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)

@@ -10,6 +10,7 @@ from absl import flags
 from tabulate import tabulate
 
 from tfdist.addons.planner import goodput, laws
+from tfdist.addons.planner.quantities import as_count, as_seconds
 from tfdist.launch.flags import command
 from tfdist.launch.flags.values import (
     MOST_RANKS,
@@ -19,7 +20,6 @@ from tfdist.launch.flags.values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.utils.quantities import as_count, as_seconds
 
 _MOST_LINES = 100_000
 

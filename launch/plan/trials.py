@@ -14,8 +14,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
+
 from tfdist.addons.planner import Layout, Transformer
-from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
+from tfdist.runtime.process_memory import forget_peak, peak_bytes
 
 #: Number of timed steps.
 STEPS = 6
@@ -101,7 +103,7 @@ def train(
 
     keras.utils.set_random_seed(0)
     _trim()
-    before = resident_bytes()
+    before = psutil.Process().memory_info().rss
     forget_peak()
     is_pipeline = layout.pipeline > 1
     with strategy.scope():

@@ -27,14 +27,14 @@ from tfdist.launch.flags.values import (
 )
 from tfdist.launch.run import remote, slurm
 from tfdist.launch.run.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_hosts
-from tfdist.launch.run.num_ranks import count_gpus, ranks_of_this_machine
+from tfdist.launch.run.num_ranks import MEANT_RANKS, count_gpus, ranks_of_this_machine
 from tfdist.launch.run.processes import RankProcess, signal_name
 from tfdist.launch.run.restarts import run_with_restarts
 from tfdist.launch.run.supervisor import Supervisor
+from tfdist.launch.signals import exit_on_signals
 from tfdist.runtime.lock_owner import JOB
 from tfdist.runtime.recovery import FAILED_AT, NEWEST
-from tfdist.runtime.rendezvous import MEANT_RANKS, Endpoint, environments, interface_towards
-from tfdist.runtime.sessions import exit_on_signals
+from tfdist.runtime.rendezvous import Endpoint, environments, interface_towards
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)

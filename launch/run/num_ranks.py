@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+#: A variable with the number of ranks for which an elastic job was configured.
+MEANT_RANKS = "TFDIST_MEANT_RANKS"
 _DEVICES = "/dev/nvidia[0-9]*"
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")

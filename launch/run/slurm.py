@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from tfdist.launch.flags.command import UsageError
 from tfdist.launch.run.hosts import Host
-from tfdist.runtime.slurm import expand_node_list, expand_tasks_per_node
+from tfdist.runtime.slurm import MOST_NODES, expand_node_list
 
+_COUNT = re.compile(r"([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?")
 _NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
@@ -46,6 +47,24 @@ def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
         raise UsageError(f"{variable} is not valid: {error}") from error
     slots = _slots(environment, len(nodes))
     return [Host(node, count) for node, count in zip(nodes, slots, strict=True) if count]
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Expands the number of tasks on each node: `2(x3),1` is 2, 2, 2 and 1.
+
+    Raises:
+        ValueError: The list is malformed.
+    """
+    counts: list[int] = []
+    for item in text.strip().split(","):
+        found = _COUNT.fullmatch(item)
+        if found is None or len(counts) + int(found[2] or 1) > MOST_NODES:
+            raise ValueError(
+                "Tasks per node must be positive numbers, each with its number of repetitions, as in "
+                f"2(x3),1. Received: {text!r}."
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
 
 
 def _slots(environment: Mapping[str, str], num_nodes: int) -> list[int]:

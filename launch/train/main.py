@@ -25,6 +25,7 @@ from tfdist.launch.flags.optimizer import OptimizerFlags, counted_for, read_reco
 from tfdist.launch.flags.quiet import quiet_start
 from tfdist.launch.flags.values import refuse_ignored
 from tfdist.launch.plan.automatic import Automatic, machine_file, number_of_ranks
+from tfdist.launch.run.num_ranks import MEANT_RANKS
 from tfdist.launch.train.curves import check_plot, draw
 from tfdist.launch.train.fitting import expected_errors, speed_callback, summary
 from tfdist.launch.train.images import Images
@@ -32,7 +33,6 @@ from tfdist.launch.train.language import Language
 from tfdist.launch.train.recommendation import Recommendation
 from tfdist.launch.train.tasks import DEFINE, VALUES, Data, Settings, Task
 from tfdist.launch.train.world import World, WorldFlags
-from tfdist.runtime.rendezvous import MEANT_RANKS
 
 _TASKS: tuple[Task, ...] = (Images(), Language(), Recommendation())
 

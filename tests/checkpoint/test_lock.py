@@ -15,7 +15,8 @@ import pytest
 
 from tests.checkpoint.test_jobs import ROOT, command, environment, run
 from tfdist.checkpoint import directory_lock
-from tfdist.checkpoint.directory_lock import JOB, LOCK, DirectoryLock, InUseError, Owner, holder_of
+from tfdist.checkpoint.directory_lock import JOB, LOCK, DirectoryLock, Owner, holder_of
+from tfdist.checkpoint.errors import DirectoryInUseError
 from tfdist.runtime.lock_owner import STALE_SECONDS
 
 HOLD = """
@@ -61,7 +62,7 @@ def holder(folder: Path, kind: str, forks: str = "") -> subprocess.Popen:
 
 def refused(folder: Path) -> str:
     begun = time.monotonic()
-    with pytest.raises(InUseError) as error:
+    with pytest.raises(DirectoryInUseError) as error:
         DirectoryLock(str(folder)).acquire()
     assert time.monotonic() - begun < 5
     return str(error.value)
@@ -169,7 +170,7 @@ def test_a_lock_that_was_taken_over_is_noticed(tmp_path, monkeypatch):
         elsewhere(tmp_path)  # Again: a renewal may have been about to replace it.
         try:
             lock.check()
-        except InUseError as error:
+        except DirectoryInUseError as error:
             assert "node7" in str(error)
             break
         time.sleep(0.05)

@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks.attacks import attack
 from tests.conftest import skip_without
-from tfdist.runtime.rendezvous import local_environments
+from tfdist.runtime.rendezvous import Endpoint, environments
 
 
 @pytest.fixture
 def address():
     skip_without("horovod")
-    with local_environments("horovod", 2) as found:
+    with environments("horovod", [Endpoint()] * 2) as found:
         yield (
             found[0]["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
             int(found[0]["HOROVOD_GLOO_RENDEZVOUS_PORT"]),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist.data.sharding import shard_batches
 from tfdist.step.row_shares import RowShares
-from tfdist.step.shares import PARTS, MeasuredShares, balanced_rows, parts_of
+from tfdist.step.shares import PARTS
 
 
 @pytest.mark.parametrize("shares", [[1], [3, 1], [1, 1, 1], [0.1, 0.7, 0.2], [1e-3, 1, 1, 9.9]])
@@ -25,54 +23,13 @@ def test_every_row_belongs_to_one_rank(shares, rows):
         assert abs(end - start - rows * share / sum(shares)) < 1 + rows / PARTS
 
 
-def test_limits_hold_for_each_batch():
-    found = RowShares(MeasuredShares(max_rows=[4, 10, 6]), 3)
-
-    def sizes(rows):
-        ranges = [found.row_range(rows, rank) for rank in range(3)]
-        return [int(end - start) for start, end in ranges]
-
-    assert sizes(6) == [2, 2, 2]
-    assert sizes(18) == [4, 8, 6]
-    assert sizes(20) == [4, 10, 6]
-    assert sum(sizes(50)) == 50  # More than there is room for.
-    found.set_parts(parts_of([20, 1, 1]))
-    assert sizes(11) == [4, 6, 1]
-
-
-def test_rows_follow_speed_within_limits():
-    endless = [math.inf] * 3
-    np.testing.assert_allclose(balanced_rows(12, [3, 2, 1], endless), [6, 4, 2])
-    np.testing.assert_allclose(
-        balanced_rows(12, [3, 2, 1], [4, math.inf, math.inf]), [4, 16 / 3, 8 / 3]
-    )
-    np.testing.assert_allclose(balanced_rows(12, [3, 2, 1], [4, 5, math.inf]), [4, 5, 3])
-    np.testing.assert_allclose(balanced_rows(12, [3, 2, 1], [2, 2, 4]), [3, 3, 6])
-    # A rank that stood still is asked for a little, and measured again.
-    assert balanced_rows(100, [1.0, 1e-9], [math.inf] * 2)[1] > 1
-
-
-def test_what_a_checkpoint_keeps_comes_back():
-    shares = RowShares("measured", 2)
-    shares.set_parts(parts_of([5, 3]))
-    shares.speeds = (50.0, 30.0)
-    other = RowShares("measured", 2)
-    assert other.restore(shares.state())
-    assert other.parts == shares.parts and other.speeds == shares.speeds
-    assert [int(bound) for bound in other.row_range(16, 0)] == [0, 10]
-    assert not RowShares("measured", 3).restore(shares.state())
-    assert not RowShares([1, 1], 2).restore(shares.state())
-
-
 def test_shares_that_are_none_are_refused():
-    shares = RowShares("measured", 2)
+    shares = RowShares([1, 1], 2)
     for parts in ([PARTS], [PARTS, 1], [PARTS + 1, -1]):
         with pytest.raises(ValueError, match="2 integers that add up"):
             shares.set_parts(parts)
     with pytest.raises(ValueError, match=r"2 rank\(s\)"):
         RowShares([1, 2, 3], 2)
-    with pytest.raises(ValueError, match="max_rows"):
-        RowShares(MeasuredShares(max_rows=[1, 2, 3]), 2)
 
 
 def test_a_change_holds_for_the_next_batch():

@@ -18,8 +18,8 @@ import tensorflow as tf
 from tfdist.backend.clock.stamps import timer
 from tfdist.backend.keras.attributes import initial_epoch
 from tfdist.checkpoint.directory import folders, lost
-from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
-from tfdist.checkpoint.errors import StorageError, report_in_one_line
+from tfdist.checkpoint.directory_lock import DirectoryLock
+from tfdist.checkpoint.errors import report_in_one_line
 from tfdist.checkpoint.fit_state import FitState, check_state
 from tfdist.checkpoint.recovery import Progress, Recovery, report, space_report
 from tfdist.checkpoint.restoring import restore_checked
@@ -167,7 +167,6 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._kept = kept_states_of(self.model, fit_hooks(self.model, self._callbacks))
         self._state = FitState(self.model, self._position, self._callbacks, self._kept)
         self._saver: Saver | None = None
-        self._under_way = None
         self._step = self._epoch_step = self._first_batch = self._ended = 0
         self._resumed: dict[str, Any] | None = None
         report_in_one_line()
@@ -198,8 +197,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         return False
 
     def _restore(self) -> None:
-        if self._progress is not None:
-            self._recovery = Recovery(down_since(), self._progress.read())
+        begun, since = time.monotonic(), down_since()
         manifest = restore_checked(self.directory, self.model, check_state, self._kept)
         self._resumed, self._step = manifest.state, manifest.step
         self._resumed_batch = self._state.resume(manifest.state)
@@ -209,8 +207,10 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._counted = [(variable, variable.numpy()) for variable in counted]
         epoch = manifest.state["epoch"]
         _logger.info("Training resumes from step %d, epoch %d.", self._step, epoch)
-        if self._recovery is not None:
-            self._recovery.note_loaded(self._step)
+        if self._progress is not None:
+            # A recovery lasts at least until the next step has ended.
+            until = max(self._progress.read(), self._step + 1)
+            self._recovery = Recovery(since, time.monotonic() - begun, until)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Saves if it is time; restores metrics in the first epoch after a resume."""
@@ -289,11 +289,10 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         """Whether to save by the chief's clock, and whether a rank has received SIGTERM."""
         now = time.monotonic()
         timed, ahead = False, 0
-        if self._group.rank == 0:
+        if self._progress is not None:
             step_seconds = (now - self._looked_at) / max(1, self._step - self._looked_step)
             left = self._seconds_left(now)
-            if self._progress is not None:
-                self._progress.write(self._step)
+            self._progress.write(self._step)
             timed = left <= step_seconds / 2
             within = _AGREE_SECONDS if timed else min(_AGREE_SECONDS, left)
             ahead = max(1, math.floor(within / max(step_seconds, 1e-6)))
@@ -331,10 +330,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
     def _completed(self, path: str) -> None:
         """Called on the chief when a checkpoint was verified."""
         if self._directory_lock is not None:
-            try:
-                self._directory_lock.check()
-            except InUseError as error:
-                raise StorageError(str(error)) from error
+            self._directory_lock.check()
         self._retention.completed(path)
         note_newest(path)
 

@@ -19,8 +19,8 @@ import time
 
 import psutil
 
+from tfdist.checkpoint.errors import DirectoryInUseError
 from tfdist.runtime.lock_owner import JOB, Owner
-from tfdist.utils.errors import TfdistError
 
 LOCK = "tfdist.lock"
 _RENEW_SECONDS = 10.0
@@ -34,10 +34,6 @@ _LOCAL = frozenset(
     | {"apfs", "hfs", "overlay", "ramfs", "tmpfs"}
 )
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
-
-class InUseError(TfdistError):
-    """Another job holds the lock."""
 
 
 class DirectoryLock:
@@ -55,7 +51,7 @@ class DirectoryLock:
         """Acquires the lock.
 
         Raises:
-            InUseError: Another job holds it.
+            DirectoryInUseError: Another job holds it.
             OSError: The directory is not writable.
         """
         if self._key is not None:
@@ -68,7 +64,7 @@ class DirectoryLock:
             self._key = key
 
     def check(self) -> None:
-        """Raises InUseError if another job has taken over the lock."""
+        """Raises DirectoryInUseError if another job has taken over the lock."""
         if self._key is not None:
             with _held_lock:
                 lock, _ = _held[self._key]
@@ -98,14 +94,12 @@ def holder_of(directory: str) -> Owner | None:
     if not _is_local(directory):
         return owner
     try:
-        handle = _opened(path, os.O_RDONLY)
-    except OSError:
+        with open(_opened(path, os.O_RDONLY), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
         return None
-    with open(handle, "rb"):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return owner
+    except OSError:
+        return owner
     return None
 
 
@@ -135,7 +129,7 @@ def _wait_for(lock, directory: str):
     end = time.monotonic() + _PATIENCE_SECONDS
     while not lock.try_acquire():
         if time.monotonic() > end:
-            raise InUseError(in_use(directory, lock.owner()))
+            raise DirectoryInUseError(in_use(directory, lock.owner()))
         time.sleep(_POLL_SECONDS)
     return lock
 
@@ -221,7 +215,7 @@ class _RenewedLock:
 
     def check(self) -> None:
         if self._lost is not None:
-            raise InUseError(in_use(self._directory, self._lost))
+            raise DirectoryInUseError(in_use(self._directory, self._lost))
 
     def release(self) -> None:
         self._ended.set()
@@ -274,10 +268,8 @@ def _is_same(handle: int, path: str) -> bool:
 
 def _is_local(directory: str) -> bool:
     """Whether all processes that can open the directory share this machine's kernel."""
-    path = os.path.realpath(directory)
-    best, kind = "", ""
-    for each in psutil.disk_partitions(all=True):
-        point = each.mountpoint.rstrip("/") + "/"
-        if f"{path}/".startswith(point) and len(point) >= len(best):
-            best, kind = point, each.fstype
-    return kind.lower() in _LOCAL
+    path = f"{os.path.realpath(directory)}/"
+    mounted = psutil.disk_partitions(all=True)
+    kinds = {f"{each.mountpoint.rstrip('/')}/": each.fstype for each in mounted}
+    point = max(filter(path.startswith, kinds), key=len, default="")
+    return kinds.get(point, "").lower() in _LOCAL

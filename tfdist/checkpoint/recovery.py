@@ -67,23 +67,17 @@ class Progress:
 class Recovery:
     """The time until a training is back at its last step: start of the processes, load and replay.
 
+    Created when a checkpoint was restored.
+
     Args:
         since: The time of the previous run's failure, in seconds since the epoch.
-        until: The step that it had reached.
+        load: The seconds in which the checkpoint was restored.
+        until: The step at which the recovery is over.
     """
 
-    def __init__(self, since: float, until: int):
-        self._until = until
-        self._start = time.time() - since
-        self._began = self._loaded = time.monotonic()
-
-    def note_loaded(self, step: int) -> None:
-        """Notes that a checkpoint of this step was restored.
-
-        The recovery lasts at least until the next step has ended.
-        """
+    def __init__(self, since: float, load: float, until: int):
+        self._start, self._load, self._until = time.time() - since - load, load, until
         self._loaded = time.monotonic()
-        self._until = max(self._until, step + 1)
 
     def is_over(self, step: int) -> bool:
         """Whether a training at this step has reached the step before the failure."""
@@ -91,11 +85,10 @@ class Recovery:
 
     def words(self) -> str:
         """The report, at the end of the recovery."""
-        load, replay = self._loaded - self._began, time.monotonic() - self._loaded
-        total = self._start + load + replay
+        replay = time.monotonic() - self._loaded
         return (
-            f"Recovered in {total:.1f} s: {self._start:.1f} start, {load:.1f} load, "
-            f"{replay:.1f} replay."
+            f"Recovered in {self._start + self._load + replay:.1f} s: {self._start:.1f} start, "
+            f"{self._load:.1f} load, {replay:.1f} replay."
         )
 
 

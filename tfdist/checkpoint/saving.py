@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -27,9 +28,9 @@ from tfdist.checkpoint.chunks import (
     folder_of_array,
 )
 from tfdist.checkpoint.directory import record_newest
-from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
+from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.entries import entries_of, gather_arrays
-from tfdist.checkpoint.errors import CheckpointError, DirectoryInUseError, StorageError
+from tfdist.checkpoint.errors import CheckpointError, StorageError
 from tfdist.checkpoint.manifest import Array, Digests, Manifest, folder_of, keys_of
 from tfdist.checkpoint.shards import Entry
 from tfdist.checkpoint.storage import UNFINISHED, Storage, digest_of
@@ -76,15 +77,11 @@ def save(
     _check_state(state)
     checks.instance("model", model, keras.Model, "a Keras model")
     saver = Saver(path, model)
-    lock = lock_on(path, saver.world)
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(lock_on(path, saver.world).release)
         writing = saver.begin(step, state)
-        try:
-            return writing.wait()
-        finally:
-            writing.give_up()
-    finally:
-        lock.release()
+        ending.callback(writing.give_up)
+        return writing.wait()
 
 
 def lock_on(directory: str, world: Group) -> DirectoryLock:
@@ -101,8 +98,6 @@ def lock_on(directory: str, world: Group) -> DirectoryLock:
             lock.acquire()
         except StorageError:
             raise
-        except InUseError as error:
-            raise DirectoryInUseError(str(error)) from error
         except OSError as error:
             raise StorageError(
                 f"Could not write to {directory}: {error.strerror or error}."
@@ -234,11 +229,9 @@ class Save:
         """Deletes the files of a failed save, once no rank writes any more."""
         all_gather_object(None, self._world, name="checkpoint/given-up")
         if self._world.rank == 0 and not self._is_complete:
-            try:
+            # Else the next start deletes them; the user must see why the save has failed.
+            with contextlib.suppress(StorageError):
                 Storage(self.path).delete()
-            except StorageError:
-                # The next start deletes them; the user must see why the save has failed.
-                return
 
     def _run(self) -> None:
         begun = time.perf_counter()

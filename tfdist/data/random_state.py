@@ -52,17 +52,12 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
-def operation_seeds() -> tuple:
-    """The state of TensorFlow's generator of the seeds of operations, for a global seed.
+def operation_seeds() -> random.Random:
+    """TensorFlow's generator of the seeds of operations, for a global seed, which its state depends on.
 
     `Dataset.shuffle` without a seed draws one when it is called, and so do random operations.
     """
-    return context.context()._rng.getstate()
-
-
-def set_operation_seeds(state: tuple) -> None:
-    """Restores a result of `operation_seeds`; the global seed must be the same."""
-    context.context()._rng.setstate(state)
+    return context.context()._rng
 
 
 def share_random_state(group: Group) -> None:
@@ -80,9 +75,9 @@ def share_random_state(group: Group) -> None:
         if seed is None:
             seed = random.SystemRandom().randrange(2**31)
             tf.random.set_seed(seed)
-        state = random_state(), seed, operation_seeds()
+        state = random_state(), seed, operation_seeds().getstate()
     drawn_from, seed, operations = broadcast_object(state, group, name="random-state")
     set_random_state(drawn_from)
     if global_seed() != seed:
         tf.random.set_seed(seed)
-    set_operation_seeds(operations)
+    operation_seeds().setstate(operations)

@@ -64,7 +64,7 @@ def shard_batches(
     if num_shards == 1 or is_per_rank(dataset):
         return dataset
     _check_has_batch_dim(dataset)
-    _check_same_shuffle(dataset)
+    check_same_shuffle(dataset)
 
     def take_rows(batch):
         rows = _leading_size(batch)
@@ -93,58 +93,8 @@ def shard_batches(
     return _marked(_marked(sharded, _GLOBAL, dataset), _MARK)
 
 
-def shard_whole_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
-    """Returns a dataset with every `num_shards`-th batch, starting at batch `index`.
-
-    For workers that run separate steps. A dataset that is already one rank's own is returned unchanged.
-
-    Raises:
-        ValueError: The dataset shuffles without a seed, so that workers would see different batches.
-    """
-    if num_shards == 1 or is_per_rank(dataset):
-        return dataset
-    _check_same_shuffle(dataset)
-    sharded = dataset.shard(num_shards, index)
-    return _marked(_marked(sharded, _OWN_BATCHES, (num_shards, index)), _MARK)
-
-
-def shard_whole_steps(
-    dataset: tf.data.Dataset, num_shards: int, index: int | None
-) -> tf.data.Dataset:
-    """As `shard_whole_batches`, but all shards have the same number of batches.
-
-    A step uses one batch of each shard; remaining batches at the end are dropped.
-
-    Args:
-        dataset: Yields batches.
-        num_shards: The number of shards.
-        index: The shard; None for the batches of all shards, step by step.
-
-    Raises:
-        NotImplementedError: The dataset is one rank's own.
-        ValueError: The dataset shuffles without a seed.
-    """
-    if is_per_rank(dataset):
-        raise NotImplementedError(
-            "`speculative=True` requires the same dataset on all workers, because a backup recomputes batches "
-            "of others. Received: the dataset of one worker, from `distribute_datasets_from_function`. Give "
-            "all workers the same dataset, or remove `speculative`."
-        )
-    _check_same_shuffle(dataset)
-    is_tuple = _is_tuple(dataset)
-
-    def in_turn(*parts):
-        return tf.data.Dataset.zip(parts if is_tuple else parts[0])
-
-    # The length of the dataset is often unknown.
-    whole = dataset.window(num_shards, drop_remainder=True).flat_map(in_turn)
-    sharded = whole if index is None else whole.shard(num_shards, index)
-    # The last shard has the fewest batches.
-    return _marked(_marked(sharded, _OWN_BATCHES, (num_shards, num_shards - 1)), _MARK)
-
-
 def own_batches(dataset) -> tuple[int, int] | None:
-    """The number of shards and the shard of a dataset from `shard_whole_batches`; None for others."""
+    """The number of shards and the shard of a dataset with whole batches; None for others."""
     return getattr(dataset, _OWN_BATCHES, None)
 
 
@@ -224,6 +174,11 @@ def is_per_rank(dataset) -> bool:
     return has_mark(dataset, _MARK)
 
 
+def mark_own_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
+    """Marks a dataset as every `num_shards`-th batch of another one, and returns it: see `own_batches`."""
+    return _marked(mark_per_rank(dataset), _OWN_BATCHES, (num_shards, index))
+
+
 def mark_length_varies(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Marks a dataset whose number of batches changes between epochs, and returns it."""
     return _marked(dataset, _LENGTH_VARIES)
@@ -236,18 +191,14 @@ def length_varies(dataset) -> bool:
 
 def map_elements(dataset: tf.data.Dataset, function: Callable) -> tf.data.Dataset:
     """As `Dataset.map`, but the function receives each element as one argument, also if it is a tuple."""
-    is_tuple = _is_tuple(dataset)
+    # `Dataset.map` passes the parts of such an element as separate arguments.
+    is_tuple = type(dataset.element_spec) is tuple
 
     @outside_clusters
     def call(*parts):
         return function(parts if is_tuple else parts[0])
 
     return dataset.map(call)
-
-
-def _is_tuple(dataset) -> bool:
-    """Whether `Dataset.map` passes the parts of an element as separate arguments."""
-    return type(dataset.element_spec) is tuple
 
 
 def _flat_spec(dataset) -> list:
@@ -313,7 +264,12 @@ def _check_has_batch_dim(dataset) -> None:
             )
 
 
-def _check_same_shuffle(dataset) -> None:
+def check_same_shuffle(dataset) -> None:
+    """Checks that a dataset is in the same order on all ranks.
+
+    Raises:
+        ValueError: It shuffles without a seed.
+    """
     # Two zeros mean a shuffle without any seed. Nothing is checked if TensorFlow's wrapper no longer has these
     # private attributes.
     if type(dataset).__name__ == "_ShuffleDataset":
@@ -326,7 +282,7 @@ def _check_same_shuffle(dataset) -> None:
                 "`shuffle(..., seed=)`."
             )
     for source in sources(dataset):
-        _check_same_shuffle(source)
+        check_same_shuffle(source)
 
 
 def _leading_size(batch):

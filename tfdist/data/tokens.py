@@ -68,7 +68,7 @@ def check_tokenwise(model: keras.Model, layers) -> None:
             )
     for layer in layers:
         # Functional and sequential models only call their layers.
-        is_container = isinstance(layer, keras.Model) and not _has_own_call(layer)
+        is_container = type(layer).call is Functional.call or isinstance(layer, keras.Sequential)
         if not (is_container or getattr(layer, "splits_tokens", False) or _is_tokenwise(layer)):
             raise ValueError(
                 f"`{layer.name}` ({type(layer).__name__}) of `{model.name}` is not supported with a context "
@@ -108,12 +108,10 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
         ValueError: A component is not dense, its dim 1 differs from that of the others, or is too short.
         InvalidArgumentError: The same, at run time, if sizes are not known before.
     """
-    sizes = {
-        part.shape[1]
-        for part in tf.nest.flatten(batch)
-        if part is not None and hasattr(part, "shape") and len(part.shape) > 1
-    } - {None}
-    if len(sizes) > 1 or any(isinstance(part, _NOT_DENSE) for part in tf.nest.flatten(batch)):
+    parts = tf.nest.flatten(batch)
+    sizes = {part.shape[1] for part in parts if hasattr(part, "shape") and len(part.shape) > 1}
+    is_dense = not any(isinstance(part, (tf.RaggedTensor, tf.SparseTensor)) for part in parts)
+    if len(sizes - {None}) > 1 or not is_dense:
         raise ValueError(
             "A context axis requires batches of dense tensors with the same size along dim 1, the sequence. "
             f"Received: {tf.nest.map_structure(lambda part: getattr(part, 'shape', part), batch)}."
@@ -133,9 +131,6 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
         return tf.raw_ops.PlaceholderWithDefault(input=own, shape=open_shape)
 
     return tf.nest.map_structure(take, batch)
-
-
-_NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor)
 
 
 def _checked(part, split: TokenSplit, even: bool):
@@ -198,7 +193,3 @@ def agreed_split(values, group: Group, *, sizes_agree: bool) -> TokenSplit | Non
         )
     tf.debugging.assert_equal(total, split.total, f"{rule}. {remedy}.")
     return split
-
-
-def _has_own_call(model: keras.Model) -> bool:
-    return type(model).call is not Functional.call and not isinstance(model, keras.Sequential)

@@ -18,9 +18,6 @@ import psutil
 
 from tfdist.utils import checks
 
-#: A variable with the number of ranks for which an elastic job was configured.
-MEANT_RANKS = "TFDIST_MEANT_RANKS"
-
 ENGINES = ("horovod", "tensorflow", "local")
 
 _PORTS = (20_000, 32_000)
@@ -43,14 +40,6 @@ class Endpoint:
     rendezvous_address: str = "127.0.0.1"
     interface: str | None = "lo"
     port: int | None = None
-
-
-def local_environments(
-    engine: str, num_ranks: int
-) -> contextlib.AbstractContextManager[list[dict[str, str]]]:
-    """`environments` of `num_ranks` processes on this machine."""
-    checks.integer("num_ranks", num_ranks, minimum=1)
-    return environments(engine, [Endpoint()] * num_ranks)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Slurm's compact notation for the nodes of a job, and for the numbers of tasks on them."""
+"""Slurm's compact notation for the nodes of a job."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import re
 
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-_COUNT = re.compile(r"([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?")
 #: More than any cluster has. A range with a typo could exhaust the memory otherwise.
-_MOST_NODES = 65_536
+MOST_NODES = 65_536
 
 
 def expand_node_list(text: str) -> list[str]:
@@ -31,8 +30,8 @@ def expand_node_list(text: str) -> list[str]:
                 raise _malformed(text, f"{found[0]!r} is out of place in {item!r}")
         groups = [_ranges(text, piece) for piece in pieces[1::2]]
         sizes = (sum(numbers.stop - numbers.start for numbers, _ in group) for group in groups)
-        if len(names) + math.prod(sizes) > _MOST_NODES:
-            raise _malformed(text, f"there are more than {_MOST_NODES} nodes")
+        if len(names) + math.prod(sizes) > MOST_NODES:
+            raise _malformed(text, f"there are more than {MOST_NODES} nodes")
         written = [
             [f"{number:0{width}d}" for numbers, width in group for number in numbers]
             for group in groups
@@ -40,24 +39,6 @@ def expand_node_list(text: str) -> list[str]:
         for numbers in _in_slurms_order(written):
             names.append("".join(itertools.chain(*zip(pieces[::2], [*numbers, ""], strict=True))))
     return names
-
-
-def expand_tasks_per_node(text: str) -> list[int]:
-    """Expands the number of tasks on each node: `2(x3),1` is 2, 2, 2 and 1.
-
-    Raises:
-        ValueError: The list is malformed.
-    """
-    counts: list[int] = []
-    for item in text.strip().split(","):
-        found = _COUNT.fullmatch(item)
-        if found is None or len(counts) + int(found[2] or 1) > _MOST_NODES:
-            raise ValueError(
-                "Tasks per node must be positive numbers, each with its number of repetitions, as in "
-                f"2(x3),1. Received: {text!r}."
-            )
-        counts += [int(found[1])] * int(found[2] or 1)
-    return counts
 
 
 def _ranges(text: str, inside: str) -> list[tuple[range, int]]:
@@ -87,18 +68,9 @@ def _in_slurms_order(groups: list[list[str]]) -> list[tuple[str, ...]]:
 
 def _split(text: str) -> list[str]:
     """Splits a list at its commas, except at those between brackets."""
-    items, inside = [""], False
-    for character in text.strip():
-        if character in "[]":
-            if inside == (character == "["):
-                raise _malformed(text, "its brackets do not match")
-            inside = not inside
-        if character == "," and not inside:
-            items.append("")
-        else:
-            items[-1] += character
-    if inside:
+    if re.search(r"[\[\]]", _GROUP.sub("", text)):
         raise _malformed(text, "its brackets do not match")
+    items = re.split(r",(?![^\[]*\])", text.strip())
     if not all(items):
         raise _malformed(text, "a name is empty")
     return items

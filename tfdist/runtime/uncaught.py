@@ -70,11 +70,8 @@ def uncaught() -> BaseException | None:
     error = _caught if _caught is not None else getattr(sys, "last_value", None)
     if error is None or isinstance(error, tuple(_left_out)):
         return None
-    return error if error is _caught or _began_with_the_program(error) else None
-
-
-def _began_with_the_program(error: BaseException) -> bool:
     # Shells and test runners set `sys.last_value` as well, but continue. They catch exceptions, so
     # the traceback begins in one of their frames. Under `python -m` the program begins in runpy.
     trace = error.__traceback__
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") in ("__main__", "runpy")
+    begins_in = None if trace is None else trace.tb_frame.f_globals.get("__name__")
+    return error if error is _caught or begins_in in ("__main__", "runpy") else None

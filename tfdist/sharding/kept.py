@@ -74,7 +74,6 @@ class KeptState:
         Args:
             saved: The keys of the arrays in the checkpoint; of those saved for each rank, this rank's.
         """
-        del saved
 
     def arrays(self) -> Mapping[Key, Kept]:
         """The variables to save or to restore."""
@@ -86,7 +85,6 @@ class KeptState:
         Args:
             keys: The keys of `arrays` that the checkpoint lacks, or has in a different shape.
         """
-        del keys
 
     def values(self, *, in_epoch: bool) -> Any:
         """Other state, saved by the chief: a JSON-serializable value, or None.
@@ -94,7 +92,6 @@ class KeptState:
         Args:
             in_epoch: Whether the epoch continues after the save.
         """
-        del in_epoch
 
     def restore(self, values: Any) -> None:
         """Restores a result of `values`; called on every rank, before a batch is drawn.
@@ -102,7 +99,6 @@ class KeptState:
         Raises:
             ValueError: The values cannot be restored.
         """
-        del values
 
 
 def kept_states_of(model: keras.Model, hooks: Sequence[FitHook] | None = None) -> list[KeptState]:

@@ -16,7 +16,6 @@ from tfdist.backend.keras.attributes import stored_dtype, stored_value
 from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.mesh import Mesh
 from tfdist.sharding.parts import FlatShard, NestedSlice, Slice
-from tfdist.step.context import strategy_of
 from tfdist.utils import checks
 from tfdist.utils.places import places_by, replace_at
 from tfdist.utils.temporary import attributes_set
@@ -140,11 +139,6 @@ class VariableLayout:
             return self.slice.shape
         return tuple(local) if self.flat is None else self.flat.array_shape
 
-    def num_parts(self) -> int:
-        """The number of parts of the global array."""
-        parts = (self.slice, self.flat)
-        return math.prod(part.group.size for part in parts if part is not None)
-
     def shard_of_global(self, array):
         """This rank's part of a global array, which is a NumPy array or a tensor."""
         if self.slice is not None:
@@ -240,21 +234,15 @@ def replicated_variables(
     """The variables of a model and its optimizer that are replicated, which excludes flat shards.
 
     Args:
-        model: The model.
+        model: The model, under a strategy of tfdist.
         after_sync: Whether to include axes along which values differ between two synchronizations.
 
     Returns:
         Each variable, with the mesh axes along which it is replicated.
     """
-    strategy = strategy_of(model)
-
-    def axes(layout: VariableLayout) -> tuple[str, ...]:
-        if strategy is None:
-            return ()
-        return layout.replicated_axes(strategy.mesh, after_sync=after_sync)
-
+    mesh = model.distribute_strategy.mesh
     return [
-        (variable, axes(layout_of(variable)))
+        (variable, layout_of(variable).replicated_axes(mesh, after_sync=after_sync))
         for variable in variables_of(model)
         if layout_of(variable).flat is None and variable.dtype != "string"
     ]

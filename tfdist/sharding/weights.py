@@ -8,13 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import stored_shape
-from tfdist.backend.keras.functional import defer, deferred_initializer, is_deferred
-from tfdist.backend.keras.variables import renew
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_region
-from tfdist.sharding.layout import VariableLayout, layout_of, of_the_next_variable, update_layout
-from tfdist.sharding.parts import NestedSlice, Slice, SlicedInitializer, deep_copy
+from tfdist.sharding.layout import VariableLayout, of_the_next_variable
+from tfdist.sharding.parts import NestedSlice, Slice, SlicedInitializer
 from tfdist.step.context import current_step, current_strategy
 from tfdist.step.keras_step import with_global_gradient
 from tfdist.utils import checks
@@ -143,7 +140,7 @@ def add_weight_part(
         layout, shape = VariableLayout(slice=part), part.local_shape
         initializer = SlicedInitializer(keras.initializers.get(initializer), part)
         if regularizer is not None:
-            regularizer = _SummedRegularizer(keras.regularizers.get(regularizer), part)
+            regularizer = SummedRegularizer(keras.regularizers.get(regularizer), part)
     with of_the_next_variable(layout):
         return layer.add_weight(
             shape=shape,
@@ -154,59 +151,7 @@ def add_weight_part(
         )
 
 
-def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) -> Slice:
-    """Reduces a variable of a layer to this rank's slice along `dim`, in place.
-
-    Args:
-        layer: The layer.
-        variable: The variable, whole and with the same value on every rank of the group.
-        dim: The dim to split.
-        group: The ranks that split it.
-
-    Returns:
-        This rank's slice of the global array.
-
-    Raises:
-        ValueError: Its regularizer or its constraint depends on the whole array.
-    """
-    part = Slice(group, dim % len(variable.shape), tuple(variable.shape))
-    slice_variable(layer, variable, part)
-    return part
-
-
-def slice_variable(layer: keras.layers.Layer, variable, part: Slice | NestedSlice) -> None:
-    """Reduces a variable of a layer to this rank's part of it, in place.
-
-    Raises:
-        ValueError: Its regularizer or its constraint depends on the whole array.
-    """
-    check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
-    if is_deferred(variable):
-        defer(variable, SlicedInitializer(deferred_initializer(variable), part))
-    else:
-        renew(variable, deep_copy(part.slice_of(tf.convert_to_tensor(variable.value))))
-    stored_shape.set(variable, part.local_shape)
-    if variable.regularizer is not None:
-        variable.regularizer = _SummedRegularizer(variable.regularizer, part)
-    update_layout(variable, slice=part)
-
-
-def unslice_variable(variable) -> None:
-    """Makes a variable that `split_variable` has split whole again, in place; all ranks must call it."""
-    part = layout_of(variable).slice
-    if part is None:
-        return
-    if is_deferred(variable):
-        defer(variable, deferred_initializer(variable).whole)
-    else:
-        renew(variable, part.all_gather(tf.convert_to_tensor(variable.value), variable.path))
-    stored_shape.set(variable, part.shape)
-    if isinstance(variable.regularizer, _SummedRegularizer):
-        variable.regularizer = variable.regularizer.whole
-    update_layout(variable, slice=None)
-
-
-class _SummedRegularizer(keras.regularizers.Regularizer):
+class SummedRegularizer(keras.regularizers.Regularizer):
     """The penalty of a global array, from the slices of the ranks."""
 
     def __init__(self, regularizer, part: Slice | NestedSlice):
@@ -214,6 +159,7 @@ class _SummedRegularizer(keras.regularizers.Regularizer):
         self._part = part
 
     def __call__(self, value):
+        """The penalty; `value` is this rank's slice."""
         penalty = self.whole(value)
         strategy = current_strategy()
         rows = () if strategy is None else strategy.mesh.gradient_axes

@@ -182,7 +182,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             value: A nest of tensors or IndexedSlices, with the same structure on all ranks.
             options: Not used.
         """
-        del options
         if not self.sums_gradients:
             return value
         reduction = getattr(reduce_op, "value", reduce_op).lower()
@@ -208,7 +207,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             axis: The dim to concatenate along.
             options: Not used.
         """
-        del options
         self.num_gathers += 1
 
         def gather(tensor):

@@ -71,7 +71,6 @@ class FitHook:
 
     def kept_states(self, model: keras.Model) -> Sequence[KeptState]:
         """The states of this hook that checkpoints of a `fit` save and restore."""
-        del model
         return ()
 
     def around(self, fit: FitContext) -> contextlib.AbstractContextManager:
@@ -79,7 +78,6 @@ class FitHook:
 
         With an exception it must not call a collective: other ranks may not have raised.
         """
-        del fit
         return contextlib.nullcontext()
 
     def around_step(self, step: KerasStep) -> contextlib.AbstractContextManager:
@@ -88,12 +86,10 @@ class FitHook:
         On exit without an exception, `step.outputs` is the return value of the step. The model is traced again
         if the hooks with this method, or the stages, differ from those of its last `fit`.
         """
-        del step
         return contextlib.nullcontext()
 
     def explain(self, fit: FitContext, error: Exception) -> Exception | str | None:
         """An exception to raise in place of an exception of the call, a note to add to it, or None."""
-        del fit, error
         return None
 
 

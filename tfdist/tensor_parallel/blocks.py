@@ -18,10 +18,10 @@ from tfdist.backend.keras.attributes import own_trainable, sublayers, variables_
 from tfdist.collectives import Group
 from tfdist.layers.dropout import per_rank_random
 from tfdist.sharding.layout import layout_of, update_layout
-from tfdist.sharding.weights import split_variable
 from tfdist.tensor_parallel.adapters import Adapter, Part, SharedInput, local_attributes, override
 from tfdist.tensor_parallel.blockwise import use_blockwise
 from tfdist.tensor_parallel.quantized import check_mode
+from tfdist.tensor_parallel.slicing import split_variable
 
 #: The names of attributes with the projections of an attention layer.
 _ROLES = {

@@ -23,11 +23,11 @@ from tfdist.experts.permutation import sort_by_expert
 from tfdist.sharding.experts import check_experts, expert_group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import Slice
-from tfdist.sharding.weights import slice_variable
 from tfdist.step.context import current_strategy
 from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.banks import BANKS, Bank
-from tfdist.zero.sharded_variable import ShardedVariable, shard_variable, unshard_variable
+from tfdist.tensor_parallel.slicing import slice_variable, unshard_variable
+from tfdist.zero.sharded_variable import ShardedVariable, shard_variable
 
 #: By the class of a block, the attributes of its router, its bank, and its shared expert and gate.
 _BLOCKS = {

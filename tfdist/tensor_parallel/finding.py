@@ -23,13 +23,13 @@ from tfdist.backend.keras.attributes import (
     variables_of_layer,
 )
 from tfdist.backend.keras.private import all_layers
-from tfdist.sharding.split import split_of
 from tfdist.tensor_parallel.adapters import computes_as
 from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
 from tfdist.tensor_parallel.blocks import projections
 from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.equations import terms
 from tfdist.tensor_parallel.registered import only_kind, parts_of_registered
+from tfdist.tensor_parallel.split import split_of
 from tfdist.utils import checks
 
 #: A variable without a rule is an error if it is at least this fraction of the model.

@@ -13,13 +13,13 @@ from tfdist.backend.keras.attributes import own_trainable, sublayers, variables_
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group
 from tfdist.sharding.layout import layout_of
-from tfdist.sharding.split import (
+from tfdist.tensor_parallel.adapters import Adapter, computes_as, local_attributes, override
+from tfdist.tensor_parallel.split import (
     LayerSplit,
     Split,
     registered_class,
     split_of,
 )
-from tfdist.tensor_parallel.adapters import Adapter, computes_as, local_attributes, override
 from tfdist.utils import checks
 
 

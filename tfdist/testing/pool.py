@@ -20,7 +20,7 @@ import cloudpickle
 
 from tfdist.runtime import Listener
 from tfdist.runtime.orphan_guard import OrphanGuard
-from tfdist.runtime.rendezvous import ENGINES, local_environments
+from tfdist.runtime.rendezvous import ENGINES, Endpoint, environments
 from tfdist.testing.rank import PURPOSE, MakeEngine, free_address, make_engines_by
 from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
@@ -196,7 +196,8 @@ class RankPool:
                 tempfile.TemporaryDirectory(prefix="tfdist-ranks-", ignore_cleanup_errors=True)
             )
         )
-        environments = self._resources.enter_context(local_environments(engine, self.num_ranks))
+        endpoints = [Endpoint()] * self.num_ranks
+        variables = self._resources.enter_context(environments(engine, endpoints))
         guard = self._resources.enter_context(OrphanGuard())
         key = secrets.token_bytes(32)
         address = str(self._logs / "tasks")
@@ -206,7 +207,7 @@ class RankPool:
         listener = self._resources.enter_context(
             Listener([listening], key, PURPOSE, identities=range(self.num_ranks))
         )
-        for rank, environment in enumerate(environments):
+        for rank, environment in enumerate(variables):
             with open(self._log(rank), "wb") as log:
                 process = subprocess.Popen(
                     [

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from tfdist.runtime import connect
-from tfdist.runtime.rendezvous import free_ports, local_environments
+from tfdist.runtime.rendezvous import Endpoint, environments, free_ports
 from tfdist.utils import checks
 
 #: A function of a resolved mesh and an address that returns an Engine. TensorFlow, which an Engine
@@ -108,7 +108,8 @@ def _open_another_rendezvous(old) -> str:
 
     port = None
     if old.rank == 0:
-        port = _opened.enter_context(local_environments("horovod", old.size))[0][_PORT]
+        endpoints = [Endpoint()] * old.size
+        port = _opened.enter_context(environments("horovod", endpoints))[0][_PORT]
     return broadcast_object(port, old.group(), name="testing/rendezvous")
 
 

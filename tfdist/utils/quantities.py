@@ -1,14 +1,11 @@
-"""Numbers with units, parsed and formatted: bytes, seconds and counts."""
+"""Bytes with units, parsed and formatted."""
 
 from __future__ import annotations
 
-import math
 import re
 
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
-#: With the least number of each unit that is shown in it.
-_TIMES = (("days", 86_400, 2), ("h", 3600, 2), ("min", 60, 2), ("s", 1, 1), ("ms", 1e-3, 1))
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([KMGTP]i?)?B", re.ASCII)
 
 
@@ -33,23 +30,3 @@ def as_bytes(size: float, digits: int = 4) -> str:
         if abs(size) >= factor:
             return f"{size / factor:.{digits}g} {unit}B"
     return f"{size:.0f} B"
-
-
-def as_seconds(seconds: float) -> str:
-    """A time in the unit that keeps it short."""
-    if not math.isfinite(seconds):
-        return "never"
-    for unit, factor, least in _TIMES:
-        if seconds >= least * factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
-def as_count(count: float) -> str:
-    """A number with K, M, B (10^9) or T (10^12), as used for the sizes of models."""
-    if abs(count) >= 1e16:
-        return f"{count:.4g}"
-    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(count) >= factor:
-            return f"{count / factor:.4g}{unit}"
-    return f"{count:.4g}"

@@ -53,22 +53,21 @@ _OTHER_FILES = 512
 _LAST_WORDS_SECONDS = 2.0
 
 
-class _Guard:
-    """Calls functions whose exceptions must not end a thread, and logs the first of each kind."""
+#: The errors that were logged: each function with a type of exception.
+_logged: set[tuple[str, type]] = set()
 
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, type]] = set()
 
-    def __call__(self, function: Callable[..., _T], *args: Any, default: _T) -> _T:
-        try:
-            return function(*args)
-        except Exception as error:
-            kind = (getattr(function, "__name__", ""), type(error))
-            if kind not in self._seen:
-                self._seen.add(kind)
-                with contextlib.suppress(Exception):
-                    _logger.exception("An error in the watchdog, which continues.")
-            return default
+def _guarded(function: Callable[..., _T], *args: Any, default: _T) -> _T:
+    """Calls a function whose exceptions must not end a thread, and logs the first of each kind."""
+    try:
+        return function(*args)
+    except Exception as error:
+        kind = (getattr(function, "__name__", ""), type(error))
+        if kind not in _logged:
+            _logged.add(kind)
+            with contextlib.suppress(Exception):
+                _logger.exception("An error in the watchdog, which continues.")
+        return default
 
 
 class HeartbeatServer:
@@ -99,7 +98,6 @@ class HeartbeatServer:
         self._warned = False
         self._started = time.monotonic()
         self._over, self._closed = threading.Event(), threading.Event()
-        self._guard = _Guard()
         self._thread = threading.Thread(target=self._serve, name="tfdist-heartbeats", daemon=True)
         self._thread.start()
 
@@ -118,12 +116,12 @@ class HeartbeatServer:
 
     def _serve(self) -> None:
         looked = self._told = 0.0
-        while not self._closed.is_set() and not self._guard(self._all_ended, default=False):
-            if not self._guard(self._hear, default=False):
+        while not self._closed.is_set() and not _guarded(self._all_ended, default=False):
+            if not _guarded(self._hear, default=False):
                 time.sleep(_TICK_SECONDS)  # A repeated error must not occupy a whole core.
             if time.monotonic() - looked > self._tick:
                 looked = time.monotonic()
-                self._guard(self._look, default=None)
+                _guarded(self._look, default=None)
         self._over.set()
         self._listener.close()
         for channel in self._rank_of:
@@ -132,13 +130,13 @@ class HeartbeatServer:
 
     def _look(self) -> None:
         """Checks the ranks, and sends them a verdict or a sign of life."""
-        verdict = self._guard(self._judge, default="")
+        verdict = _guarded(self._judge, default="")
         now = time.monotonic()
         if verdict:
             self._tell({"verdict": verdict})
         elif now - self._told >= self._every:
             self._told = now
-            question = self._guard(self._proof.question, self._reports, default=None)
+            question = _guarded(self._proof.question, self._reports, default=None)
             self._tell({"alive": True, "every": self._every, "question": question})
         if verdict or self._all_left():
             self._over.set()
@@ -308,7 +306,6 @@ class HeartbeatClient:
     ):
         self._rank, self._timeout = rank, timeout
         self._report, self._on_verdict, self._on_warning = report, on_verdict, on_warning
-        self._guard = _Guard()
         self._lock = threading.Lock()
         self.ended = threading.Event()
         #: The server's last question to all ranks, for `report` to answer.
@@ -338,7 +335,7 @@ class HeartbeatClient:
 
     def _next_report(self) -> Report:
         """The next report; after an error it only shows that this rank is alive."""
-        return self._guard(self._report, default=Report(self._rank))
+        return _guarded(self._report, default=Report(self._rank))
 
     def _attend(self) -> None:
         every = 1.0
@@ -354,7 +351,7 @@ class HeartbeatClient:
                 if (question := message.get("question")) and question != self.question:
                     self.question, said = question, 0.0  # It is answered at once.
                 if isinstance(warning := message.get("warning"), str):
-                    self._guard(self._on_warning, warning, default=None)
+                    _guarded(self._on_warning, warning, default=None)
             except TimeoutError:
                 pass
             except OSError:
@@ -364,7 +361,7 @@ class HeartbeatClient:
                 return self._lost(f"Rank {_SERVER_RANK} {silent_for(now - heard)}")
             if now - said >= every:
                 said = now
-                self._guard(self._say_next, default=None)
+                _guarded(self._say_next, default=None)
         with self._lock:
             self._channel.close()
         return None
@@ -376,7 +373,7 @@ class HeartbeatClient:
 
     def _lost(self, verdict: str) -> None:
         if not self.ended.is_set():
-            self._guard(self._on_verdict, verdict, default=None)
+            _guarded(self._on_verdict, verdict, default=None)
 
 
 def _raise_file_limit(files: int) -> None:

@@ -79,13 +79,11 @@ class Report:
             and all(type(place) is int for place in message["lacks"])
         ):
             raise ValueError(f"a report that is not valid: {one_line(message, 200)}")
-        lists = ("waiting", "blocked")
-        return cls(
-            **{
-                **message,
-                **{of: [_converted(call, unpacked) for call in message[of]] for of in lists},
-            }
-        )
+        lists = {
+            of: [_converted(call, unpacked) for call in message[of]]
+            for of in ("waiting", "blocked")
+        }
+        return cls(**(message | lists))
 
     @property
     def place(self) -> str:

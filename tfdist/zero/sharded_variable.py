@@ -142,17 +142,6 @@ def shard_variable(variable: keras.Variable, group: Group) -> None:
         renew(variable, before)
 
 
-def unshard_variable(variable: keras.Variable) -> None:
-    """Makes a sharded variable ordinary again, with the whole array; all ranks must call this."""
-    if not isinstance(variable, ShardedVariable):
-        return
-    whole = None if variable._own is None else tf.convert_to_tensor(variable.value)
-    variable.__class__ = keras.Variable
-    update_layout(variable, flat=None)
-    if whole is not None:
-        renew(variable, whole)
-
-
 def as_shards() -> contextlib.AbstractContextManager[None]:
     """A context in which sharded variables are their shards, for optimizers."""
     return attributes_set(_local, as_shards=True)
@@ -174,9 +163,8 @@ def _renew_given(variable: ShardedVariable, value) -> None:
     """Replaces the array that a layer reads after it has assigned one; the gradient stays that of a read."""
     array = _local.given[id(variable)]
     if tf.is_symbolic_tensor(array) and array.graph is not tf.compat.v1.get_default_graph():
-        del _local.given[
-            id(variable)
-        ]  # In a branch: the layer gathers the variable again when it reads it.
+        # In a branch: the layer gathers the variable again when it reads it.
+        del _local.given[id(variable)]
         return
 
     @custom_gradient

@@ -9,11 +9,12 @@ import tensorflow as tf
 from tests.addons.asynchronous import speculative_programs as programs
 from tests.addons.asynchronous.runs import run
 from tfdist.addons.asynchronous import ParameterServerStrategy
+from tfdist.addons.asynchronous.batches import shard_whole_steps
 from tfdist.addons.asynchronous.errors import ParameterServerError
 from tfdist.addons.asynchronous.parameter_server_checks import check_backup
 from tfdist.addons.asynchronous.speculation import BackupRound, SpeculativeRound, round_of
 from tfdist.addons.asynchronous.speculative_part import Missing
-from tfdist.data.sharding import mark_per_rank, shard_whole_steps
+from tfdist.data.sharding import mark_per_rank
 
 _EPOCHS = 3
 

@@ -9,8 +9,8 @@ import pytest
 
 from tfdist.launch.flags.command import UsageError
 from tfdist.launch.run.hosts import Host
-from tfdist.launch.run.slurm import allocated_hosts, in_allocation
-from tfdist.runtime.slurm import expand_node_list, expand_tasks_per_node
+from tfdist.launch.run.slurm import allocated_hosts, expand_tasks_per_node, in_allocation
+from tfdist.runtime.slurm import expand_node_list
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist.addons.asynchronous.batches import shard_whole_batches, shard_whole_steps
 from tfdist.addons.asynchronous.cluster import cluster_from_environment, local_cluster
 from tfdist.addons.asynchronous.hosted_model import HostedModel
 from tfdist.addons.asynchronous.parameter_server_checks import check_backup, check_model
@@ -33,7 +34,7 @@ from tfdist.addons.asynchronous.strategies import (
 from tfdist.addons.asynchronous.table_lookups import looking_up, tables
 from tfdist.backend.keras.private import all_layers
 from tfdist.callbacks import Checkpointer
-from tfdist.data.sharding import mark_per_rank, shard_whole_batches, shard_whole_steps
+from tfdist.data.sharding import mark_per_rank
 from tfdist.strategies import keras_patches
 from tfdist.utils import checks
 

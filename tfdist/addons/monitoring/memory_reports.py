@@ -212,7 +212,9 @@ def _row(what: str, variables: Iterable) -> MemoryRow:
         layout = layout_of(variable)
         elements = math.prod(layout.global_shape(variable.shape))
         whole += elements * size
-        planned += math.ceil(elements / layout.num_parts()) * size
+        parts = (layout.slice, layout.flat)
+        num_parts = math.prod(part.group.size for part in parts if part is not None)
+        planned += math.ceil(elements / num_parts) * size
         live = stored_value(variable)
         measured += 0 if live is None else live.shape.num_elements() * live.dtype.size
     return MemoryRow(what, whole, planned, measured)

@@ -9,9 +9,10 @@ from tabulate import tabulate
 from tfdist.addons.planner.estimates import Estimate
 from tfdist.addons.planner.machines import Machine
 from tfdist.addons.planner.parts import Model, check_model, count_parameters
+from tfdist.addons.planner.quantities import as_count, as_seconds
 from tfdist.addons.planner.search import Limits, Search
 from tfdist.utils import checks
-from tfdist.utils.quantities import as_bytes, as_count, as_seconds
+from tfdist.utils.quantities import as_bytes
 
 _MOST_RANKS = 1 << 20
 

@@ -17,6 +17,7 @@ from tfdist.addons.planner.parts import (
     count_parameters,
     training_flops,
 )
+from tfdist.addons.planner.quantities import as_count, as_seconds
 from tfdist.addons.planner.stages import Stage, cut, of_rank
 from tfdist.addons.planner.times import (
     PassTimes,
@@ -26,7 +27,7 @@ from tfdist.addons.planner.times import (
     pipeline_seconds,
 )
 from tfdist.utils import checks
-from tfdist.utils.quantities import as_bytes, as_count, as_seconds
+from tfdist.utils.quantities import as_bytes
 
 #: Estimates more than this factor beyond the calibrated range are marked as extrapolated.
 EXTRAPOLATED = 4.0

@@ -12,8 +12,8 @@ from tfdist.addons.planner.estimates import Estimate
 from tfdist.addons.planner.goodput import required_bandwidth
 from tfdist.addons.planner.machines import Link, Machine
 from tfdist.addons.planner.memory import BUCKET_BYTES
+from tfdist.addons.planner.quantities import as_seconds
 from tfdist.utils import checks
-from tfdist.utils.quantities import as_seconds
 
 #: The share of a step that the latency of its messages may cost.
 LATENCY_SHARE = 0.1

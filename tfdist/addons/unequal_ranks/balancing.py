@@ -9,20 +9,21 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import keras
 import numpy as np
+import psutil
 import tensorflow as tf
 
+from tfdist.addons.unequal_ranks.free_memory import available_bytes
+from tfdist.addons.unequal_ranks.measured_rows import MeasuredRowShares
+from tfdist.addons.unequal_ranks.proportions import balanced_rows
 from tfdist.addons.unequal_ranks.work import BusyTime, WorkMeter
 from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
-from tfdist.runtime.process_memory import available_bytes, resident_bytes
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.step.keras_step import KerasStep
-from tfdist.step.row_shares import RowShares
-from tfdist.step.shares import balanced_rows, parts_of
+from tfdist.step.shares import parts_of
 
 _logger = logging.getLogger("tfdist")
 
@@ -49,7 +50,7 @@ class Balancing(keras.callbacks.Callback, FitHook):
     def __init__(self, strategy):
         super().__init__()
         self._strategy = strategy
-        self._shares: RowShares = strategy.row_shares
+        self._shares: MeasuredRowShares = strategy.row_shares
         self._meter = WorkMeter(strategy.mesh)
         self._ranks_of_host = 1
         self._left = self._calls = 0
@@ -119,18 +120,18 @@ class Balancing(keras.callbacks.Callback, FitHook):
 
         It assumes that all memory of the process grows with the rows, so it is rather too small.
         """
-        measured: Any = self._shares.measured
+        measured = self._shares.measured
         if measured.max_rows is not None or tf.config.list_logical_devices("GPU"):
             return math.inf
         free = _MEMORY_SHARE * available_bytes()[0] / self._ranks_of_host
-        return 1 + free / max(resident_bytes(), 1)
+        return 1 + free / max(psutil.Process().memory_info().rss, 1)
 
     def _decide(self, every: np.ndarray) -> None:
         """Sets new shares if they are faster; all ranks come to the same result."""
-        measured: Any = self._shares.measured
+        measured = self._shares.measured
         size = self._strategy.row_group.size
         rows, seconds = np.zeros(size), np.zeros(size)
-        most = np.array(self._shares.most_rows())
+        most = np.array(self._shares.most_rows)
         for place, own_rows, own_seconds, own_most, *_ in every:
             if not own_rows:
                 return
