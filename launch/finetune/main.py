@@ -19,8 +19,9 @@ from absl import flags
 from tfdist.launch.flags import command
 from tfdist.launch.flags.checkpoint import CheckpointFlags
 from tfdist.launch.flags.command import UsageError
-from tfdist.launch.flags.mesh import Layout, MeshFlags
+from tfdist.launch.flags.mesh import Layout, MeshOptions
 from tfdist.launch.flags.optimizer import OptimizerFlags, counted_for, read_recompute
+from tfdist.launch.flags.options import define_flags, names
 from tfdist.launch.flags.quiet import quiet_start
 from tfdist.launch.flags.values import FlagDefiner, folder, refuse_ignored
 from tfdist.launch.train.corpus import check_source, read_tokens
@@ -88,7 +89,7 @@ _RECOMPUTE = _DEFINE.string(
 )
 _OPTIMIZER = OptimizerFlags(_DEFINE, "adamw", has_own_policy=True)
 _CHECKPOINTS = CheckpointFlags(_DEFINE)
-_MESH = MeshFlags(_DEFINE)
+_MESH = define_flags(MeshOptions, _VALUES)
 _WORLD = WorldFlags(_DEFINE, _MESH)
 
 
@@ -139,7 +140,7 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
         folder("output", _OUTPUT.value)
     if _WORLD.is_tpu:
         raise UsageError("tfdist-finetune is not supported on a TPU. Received: --strategy=tpu.")
-    layout = _MESH.layout()
+    layout = _MESH.read().layout()
     _WORLD.check(layout)
     _OPTIMIZER.check(is_tpu=False, has_sync=False)
     read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)
@@ -402,11 +403,14 @@ PROGRAM = command.Program(
         ],
         "for checkpoints": [_CHECKPOINTS.save_every.name, _CHECKPOINTS.keep.name],
         "for memory and links": [
-            _MESH.zero.name,
+            "zero_stage",
             _WORLD.communication_dtype.name,
             _WORLD.compression.name,
         ],
-        "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
+        "for the ranks": [
+            *names(MeshOptions, without=["zero_stage"]),
+            *(flag.name for flag in (_THREADS, *_WORLD.of_ranks)),
+        ],
     },
 )
 

@@ -16,12 +16,13 @@ import os
 import time
 from typing import Any
 
-from tfdist.launch.flags import command
+from tfdist.launch.flags import command, options
 from tfdist.launch.flags.checkpoint import CheckpointFlags
 from tfdist.launch.flags.local_sgd import LocalFlags
-from tfdist.launch.flags.mesh import Layout, MeshFlags
+from tfdist.launch.flags.mesh import Layout, MeshOptions
 from tfdist.launch.flags.monitor import MonitorFlags
 from tfdist.launch.flags.optimizer import OptimizerFlags, counted_for, read_recompute
+from tfdist.launch.flags.options import define_flags, names
 from tfdist.launch.flags.quiet import quiet_start
 from tfdist.launch.flags.values import refuse_ignored
 from tfdist.launch.plan.automatic import Automatic, machine_file, number_of_ranks
@@ -87,7 +88,7 @@ _VERBOSE = DEFINE.integer(
     "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
 _PLOT = DEFINE.string("plot", None, "File for a plot of the learning curves: curves.png")
-_MESH = MeshFlags(DEFINE)
+_MESH = define_flags(MeshOptions, VALUES)
 _PLAN = DEFINE.string("plan", None, "auto[:FILE]: choose the mesh; see tfdist-plan calibrate")
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
@@ -149,9 +150,9 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     with on.strategy.scope():
         model = _build(task, settings, data, on.data)
         steps = min(on.steps_per_execution, data.steps)
-        options = {"steps_per_execution": steps}
+        stepping = {"steps_per_execution": steps}
         with _OPTIMIZER.expected_errors():
-            task.compile(model, rate, _make_optimizer, **options, **_OPTIMIZER.compile_options)
+            task.compile(model, rate, _make_optimizer, **stepping, **_OPTIMIZER.compile_options)
 
     if on.is_tpu:
         print(f"{steps} steps per call of Keras; batch callbacks are called once per call.")
@@ -206,7 +207,7 @@ def _choose_task() -> tuple[Task, Settings]:
                 f"--{given[0]} requires --model={'|'.join(other.models)}. "
                 f"Received: --model={_MODEL.value}."
             )
-    layout = _MESH.layout() if _PLAN.value is None else _planned(task).layout
+    layout = _MESH.read().layout() if _PLAN.value is None else _planned(task).layout
     settings = Settings(
         model=_MODEL.value,
         dataset=_DATASET.value or task.dataset,
@@ -244,8 +245,9 @@ def _make_optimizer(own: str, rate, **arguments):
 def _planned(task: Task) -> Automatic:
     """The layout that `--plan` chooses; reject flags that set it manually."""
     given = f"--plan={_PLAN.value}"
-    chosen = (*_MESH.mesh, _MESH.zero, _RECOMPUTE)
-    refuse_ignored(VALUES, chosen, "cannot be combined with --plan, which chooses it", given)
+    why = "cannot be combined with --plan, which chooses it"
+    options.refuse_ignored(_MESH.read(), names(MeshOptions), why, given)
+    refuse_ignored(VALUES, (_RECOMPUTE,), why, given)
     machine_file(_PLAN.value)
     if not isinstance(task, Language):
         raise command.UsageError(
@@ -351,21 +353,22 @@ PROGRAM = command.Program(
             )
         ],
         "for files, links, reports": [
-            flag.name
-            for flag in (
-                _DATA_DIR,
-                _PLOT,
-                _CHECKPOINTS.save_every,
-                _CHECKPOINTS.keep,
-                _ELASTIC,
-                _MESH.zero,
-                _WORLD.communication_dtype,
-                _WORLD.compression,
-                *_LOCAL.every,
-                *_MONITOR.every,
-            )
+            *("data_dir", "plot", "save_every", "keep", "elastic", "zero_stage"),
+            *(
+                flag.name
+                for flag in (
+                    _WORLD.communication_dtype,
+                    _WORLD.compression,
+                    *_LOCAL.every,
+                    *_MONITOR.every,
+                )
+            ),
         ],
-        "for the ranks": [flag.name for flag in (_PLAN, *_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
+        "for the ranks": [
+            "plan",
+            *names(MeshOptions, without=["zero_stage"]),
+            *(flag.name for flag in (_THREADS, *_WORLD.of_ranks)),
+        ],
     },
 )
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tfdist.launch.flags import options
 from tfdist.launch.flags.batch_shares import check_batch_shares, make_batch_shares
 from tfdist.launch.flags.compression import check_compression, make_compressor
-from tfdist.launch.flags.mesh import Layout, MeshFlags
+from tfdist.launch.flags.mesh import Layout, MeshOptions
+from tfdist.launch.flags.options import Flags, names
 from tfdist.launch.flags.values import (
     MOST_RANKS,
     YEAR,
@@ -60,7 +62,7 @@ class WorldFlags:
         of_ranks: The other flags.
     """
 
-    def __init__(self, define: FlagDefiner, mesh: MeshFlags):
+    def __init__(self, define: FlagDefiner, mesh: Flags[MeshOptions]):
         self._values, self._mesh = define.values, mesh
         self._strategy = define.enum(
             "strategy",
@@ -192,7 +194,7 @@ class WorldFlags:
         refuse_ignored(self._values, for_ranks, "is not supported on a TPU", "--strategy=tpu")
         split = max(layout.tensor, layout.context, layout.pipeline) > 1
         if split or layout.zero_stage:
-            given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
+            given = options.as_given(self._mesh.read(), names(MeshOptions))
             raise UsageError(
                 "Model parallelism and ZeRO are not supported on a TPU. Received: --strategy=tpu "
                 f"{given}."
@@ -207,7 +209,7 @@ class WorldFlags:
             raise UsageError("--speculative requires --backup_ranks. Received: no --backup_ranks.")
         split = max(layout.tensor, layout.context, layout.pipeline, layout.expert) > 1
         if split or layout.zero_stage:
-            given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
+            given = options.as_given(self._mesh.read(), names(MeshOptions))
             raise UsageError(
                 "Model parallelism and ZeRO are not supported with parameter servers. Received: "
                 f"--strategy={self._strategy.value} {given}. Omit the latter, or start the ranks without "
@@ -295,6 +297,9 @@ class WorldFlags:
                 bucket_mib=self._bucket_mib.value,
             )
         except (ValueError, ImportError) as error:
-            shown = (self._strategy, *self._mesh.mesh, self._mesh.zero, self._batch_shares)
-            given = as_given(self._values, shown) or f"--strategy={self._strategy.value}"
+            given = as_given(self._values, (self._strategy, self._batch_shares))
+            given = (
+                f"{given} {options.as_given(self._mesh.read(), names(MeshOptions))}".strip()
+                or f"--strategy={self._strategy.value}"
+            )
             raise UsageError(f"{given} cannot be used: {error}") from error
