@@ -50,7 +50,9 @@ class OptimizerOptions:
     accumulate: int = option(
         1, "Steps whose gradients are accumulated per update", least=1, most=1 << 20
     )
-    dtype_policy: str = option("float32", "Dtype policy of the model", choices=_POLICIES)
+    dtype_policy: str | None = option(
+        None, "Dtype policy of the model", choices=_POLICIES, shown="float32"
+    )
     loss_scale: str = option("auto", "A number, none, or auto: dynamic with (mixed_)float16")
 
     @property
@@ -102,14 +104,14 @@ class OptimizerOptions:
 
     @property
     def policy(self) -> str | None:
-        """The dtype policy; None for that of the model."""
+        """The dtype policy; None for the default, or for that of the model."""
         return None if self.dtype_policy == "own" else self.dtype_policy
 
     def set_policy(self) -> None:
         """Set the dtype policy of layers created afterwards."""
         import keras
 
-        keras.config.set_dtype_policy(self.dtype_policy)
+        keras.config.set_dtype_policy(self.policy or "float32")
 
     def planned(self, own: str) -> dict[str, Any]:
         """The arguments of `tfdist.addons.planner.Limits` for these options.
@@ -121,7 +123,7 @@ class OptimizerOptions:
         return {
             "optimizer": "momentum" if optimizer == "sgd" and self.momentum else optimizer,
             "ema": self.averages,
-            "dtype": self.dtype_policy,
+            "dtype": self.policy or "float32",
             "accumulation": self.accumulate,
         }
 
@@ -165,7 +167,7 @@ class OptimizerOptions:
         """Add loss scaling to an optimizer under float16; `compile` adds it under mixed_float16."""
         import keras
 
-        if self.dtype_policy == "float16" and self.loss_scale == "auto":
+        if self.policy == "float16" and self.loss_scale == "auto":
             return keras.optimizers.LossScaleOptimizer(optimizer)
         return optimizer
 
@@ -191,8 +193,11 @@ class PresetOptimizerOptions(OptimizerOptions):
     """The options for models with their own dtype policy, which are trained with AdamW."""
 
     optimizer: str = option("own", "Optimizer; own: adamw", choices=["own", *_OPTIMIZERS])
-    dtype_policy: str = option(
-        "own", "Dtype policy of the model; own: the preset's", choices=["own", *_POLICIES]
+    dtype_policy: str | None = option(
+        None,
+        "Dtype policy of the model; own: the preset's",
+        choices=["own", *_POLICIES],
+        shown="own",
     )
 
 

@@ -55,6 +55,8 @@ def option(
 ) -> Any:
     """Define a field of a dataclass of options, whose annotation is the type of its flag.
 
+    `int | str` is a number, or the word "auto".
+
     Args:
         default: The default value.
         help: The explanation in the help.
@@ -113,18 +115,37 @@ def define_flags(options: type[_Options], values: flags.FlagValues) -> Flags[_Op
 
 def _define(field: dataclasses.Field, hint: Any, values: flags.FlagValues) -> None:
     its: _Option = field.metadata[_KEY]
-    parts = (hint, typing.get_origin(hint), *typing.get_args(hint))
+    parts = [hint, *typing.get_args(hint)]
+    parts += [typing.get_origin(part) for part in parts]
     kind = next(kind for kind in _DEFINITIONS if kind in parts)
     default: Any = field.default if its.shown is None else its.shown
+    bounds: dict[str, Any] = (
+        {"lower_bound": its.least, "upper_bound": its.most} if kind in (int, float) else {}
+    )
     if its.is_repeated:
         flags.DEFINE_multi_string(field.name, None, its.help, flag_values=values)
         values[field.name].help = f"{its.help}; may be repeated"
     elif its.choices is not None:
         flags.DEFINE_enum(field.name, default, list(its.choices), its.help, flag_values=values)
+    elif kind is int and str in parts:
+        flags.DEFINE(
+            _CountParser(**bounds),
+            field.name,
+            default,
+            its.help,
+            flag_values=values,
+            serializer=flags.ArgumentSerializer[Any](),
+        )
     else:
-        bounds = {"lower_bound": its.least, "upper_bound": its.most} if kind in (int, float) else {}
         default = list(default) if isinstance(default, tuple) else default
         _DEFINITIONS[kind](field.name, default, its.help, flag_values=values, **bounds)
+
+
+class _CountParser(flags.IntegerParser):
+    """Parse a number within bounds, or "auto"."""
+
+    def parse(self, argument: Any) -> Any:
+        return argument if argument == "auto" else super().parse(argument)
 
 
 def _subject(field: dataclasses.Field) -> Any:
