@@ -62,7 +62,7 @@ def test_the_flags_are_those_of_the_fields_in_their_order():
         "steps": 4,
     }
     assert values["set"].help == "A setting; may be repeated"
-    assert values["kind"].help == "Kind"
+    assert values["kind"].help == "<one|two>: Kind"
 
 
 def test_an_empty_command_line_yields_the_defaults():
@@ -144,8 +144,8 @@ def test_a_mesh():
         MeshOptions(schedule="gpipe").layout()
     with pytest.raises(UsageError, match=r"--data must be .*Received: --data=0"):
         MeshOptions(data=0).layout()
-    with pytest.raises(UsageError, match="^--mesh_order=data,tensor is not supported: "):
-        MeshOptions(mesh_order=("data", "tensor")).layout()
+    with pytest.raises(UsageError, match=r"^--mesh_order=data,row is not supported: "):
+        MeshOptions(mesh_order=("data", "row")).layout()
 
 
 def test_checkpoints(tmp_path):
