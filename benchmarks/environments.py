@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-
 from tfdist.launch.flags import command
 from tfdist.launch.flags import values as flag_values
 from tfdist.launch.flags.options import define_flags, option
@@ -27,7 +25,7 @@ class EnvironmentsOptions:
     peers: str = option(".peers", "The folder for the environments")
 
 
-_FLAGS = define_flags(EnvironmentsOptions, flags.FlagValues())
+_FLAGS = define_flags(EnvironmentsOptions)
 
 #: A file in an environment that was made to the end: what it was asked for, and what came.
 MADE = ".made"

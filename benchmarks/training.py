@@ -21,8 +21,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from absl import flags
-
 from benchmarks import against, commits, findings
 from benchmarks.comparisons import COMPARISONS, ROWS, SIZES, Comparison, Job
 from benchmarks.environments import versions
@@ -63,7 +61,7 @@ class TrainingOptions:
     )
 
 
-_FLAGS = define_flags(TrainingOptions, flags.FlagValues())
+_FLAGS = define_flags(TrainingOptions)
 
 
 class Against(NamedTuple):

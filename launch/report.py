@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from absl import flags
-
 from tfdist.launch.flags import command
 from tfdist.launch.flags.options import define_flags, option
 from tfdist.launch.flags.values import output_file
@@ -24,7 +22,7 @@ class ReportOptions:
     output: str | None = option(None, "File for the HTML page [report.html]")
 
 
-_FLAGS = define_flags(ReportOptions, flags.FlagValues())
+_FLAGS = define_flags(ReportOptions)
 
 
 def run() -> None:

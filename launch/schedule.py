@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from absl import flags
-
 from tfdist.addons.monitoring.timeline import as_text, legend, save_picture, write_chrome_trace
 from tfdist.launch.flags import command
 from tfdist.launch.flags.options import as_given, define_flags, option
@@ -39,7 +37,7 @@ class ScheduleOptions:
         return self.schedule, self.stages, self.microbatches, self.chunks
 
 
-_FLAGS = define_flags(ScheduleOptions, flags.FlagValues())
+_FLAGS = define_flags(ScheduleOptions)
 
 
 def run() -> None:

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import flags
 from tabulate import tabulate
 
 from tfdist.launch.flags import command
@@ -50,7 +49,7 @@ class CollectivesOptions:
     json: str | None = option(None, "File for the measurements")
 
 
-_FLAGS = define_flags(CollectivesOptions, flags.FlagValues())
+_FLAGS = define_flags(CollectivesOptions)
 
 _LINK_BYTES = 64 << 20
 _WARM_UP = 3

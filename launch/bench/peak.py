@@ -12,8 +12,6 @@ import dataclasses
 import statistics
 import time
 
-from absl import flags
-
 from tfdist.launch.flags import command
 from tfdist.launch.flags.options import define_flags, option
 from tfdist.launch.flags.quiet import quiet_start
@@ -36,7 +34,7 @@ class PeakOptions:
     threads: int = option(0, "Threads per rank; 0: TensorFlow's choice", least=0, most=4096)
 
 
-_FLAGS = define_flags(PeakOptions, flags.FlagValues())
+_FLAGS = define_flags(PeakOptions)
 
 
 def run() -> None:

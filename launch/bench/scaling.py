@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import flags
-
 from tfdist.addons.planner.calibration import read_machine
 from tfdist.launch.bench.scaling_report import Curve, Job, picture
 from tfdist.launch.flags import command
@@ -109,7 +107,7 @@ class ScalingOptions:
     timeout: float = option(600.0, "Time limit of a job in seconds", least=1.0, most=YEAR)
 
 
-_FLAGS = define_flags(ScalingOptions, flags.FlagValues())
+_FLAGS = define_flags(ScalingOptions)
 
 
 class _Run(NamedTuple):

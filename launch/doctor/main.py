@@ -11,8 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from absl import flags
-
 from tfdist.launch.doctor import hosts, machine, meeting, page, software, surroundings
 from tfdist.launch.doctor.findings import Check, run_checks
 from tfdist.launch.flags import command
@@ -55,7 +53,7 @@ class DoctorOptions:
     )
 
 
-_FLAGS = define_flags(DoctorOptions, flags.FlagValues())
+_FLAGS = define_flags(DoctorOptions)
 
 
 @dataclasses.dataclass(frozen=True)

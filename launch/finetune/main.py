@@ -14,8 +14,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
 from tfdist.launch.finetune.options import ADAPTER, BATCH_SIZE, FinetuneOptions
 from tfdist.launch.flags import command
 from tfdist.launch.flags.command import UsageError
@@ -34,8 +32,7 @@ from tfdist.launch.train.fitting import (
 from tfdist.launch.train.world import OF_RANKS, World
 from tfdist.utils.checks import one_line
 
-_VALUES = flags.FlagValues()
-_FLAGS = define_flags(FinetuneOptions, _VALUES)
+_FLAGS = define_flags(FinetuneOptions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +258,7 @@ def _perplexity(loss: float) -> str:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-finetune --preset=FOLDER [flags]",
     summary="Fine-tunes a language model of KerasHub on the ranks that tfdist-run or horovodrun starts.",
     check=_check,

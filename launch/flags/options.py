@@ -1,18 +1,20 @@
 """Dataclasses of options, the flags of their fields, and checks of the options that were given.
 
-@dataclasses.dataclass(frozen=True)
-class SampleOptions:
-    sample: int = option(0, "Bytes to generate after training", least=0)
+    @dataclasses.dataclass(frozen=True)
+    class SampleOptions:
+        sample: int = option(0, "Bytes to generate after training", least=0)
 
-flags = define_flags(SampleOptions, values)  # absl's --sample
-options = flags.read()  # A SampleOptions, after the command line is parsed.
+    flags = define_flags(SampleOptions)  # absl's --sample
+    options = flags.read()  # A SampleOptions, after the command line is parsed.
+
+An option counts as given if its value differs from the default, so the checks need no command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from absl import flags
@@ -99,11 +101,18 @@ def _read(options: Any, values: flags.FlagValues) -> Any:
     return options(**found)
 
 
-def define_flags(options: type[_Options], values: flags.FlagValues) -> Flags[_Options]:
+def define_flags(
+    options: type[_Options], values: flags.FlagValues | None = None
+) -> Flags[_Options]:
     """Define a flag for each option of a dataclass, in the order of its fields.
 
     A field whose default factory is another dataclass of options stands for the flags of that one.
+
+    Args:
+        options: The dataclass.
+        values: The flags to add them to; None for those of a new program.
     """
+    values = flags.FlagValues() if values is None else values
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(typing.cast(Any, options)):
         if (subject := _subject(field)) is not None:
@@ -156,13 +165,11 @@ def _subject(field: dataclasses.Field) -> Any:
 
 def names(options: Any, *, without: Iterable[str] = ()) -> tuple[str, ...]:
     """The names of the options of a dataclass, with those of nested ones."""
-    return tuple(name for name, _ in _fields(options) if name not in without)
-
-
-def _fields(options: Any) -> Iterator[tuple[str, dataclasses.Field]]:
+    found: list[str] = []
     for field in dataclasses.fields(options):
         subject = _subject(field)
-        yield from [(field.name, field)] if subject is None else _fields(subject)
+        found += [field.name] if subject is None else names(subject)
+    return tuple(name for name in found if name not in without)
 
 
 def as_given(options: Any, names: Iterable[str]) -> str:

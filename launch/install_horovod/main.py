@@ -7,8 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-from absl import flags
-
 from tfdist.launch.flags import command
 from tfdist.launch.flags.options import define_flags, names, option, refuse_ignored
 from tfdist.launch.flags.values import folder
@@ -30,7 +28,7 @@ class InstallOptions:
     check: bool = option(False, "Only test the installed Horovod")
 
 
-_FLAGS = define_flags(InstallOptions, flags.FlagValues())
+_FLAGS = define_flags(InstallOptions)
 
 
 def run() -> None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from absl import flags
 
 from tfdist.addons.planner import Layout, Link, Machine, Transformer, estimate
 from tfdist.addons.planner.calibration import write_machine
@@ -68,7 +67,7 @@ class CalibrateOptions:
     engine: str = option("auto", "Engine", choices=("auto", "horovod", "tensorflow"))
 
 
-_FLAGS = define_flags(CalibrateOptions, flags.FlagValues())
+_FLAGS = define_flags(CalibrateOptions)
 
 
 def _model(layers: int, width: int) -> Transformer:

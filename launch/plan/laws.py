@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags
 from tabulate import tabulate
 
 from tfdist.addons.planner import goodput, laws
@@ -38,7 +37,7 @@ class FitOptions:
     )
 
 
-_FIT = define_flags(FitOptions, flags.FlagValues())
+_FIT = define_flags(FitOptions)
 
 
 def _check_fit(words: list[str]) -> list[dict[str, float]]:
@@ -148,7 +147,7 @@ class OptimumOptions:
     )
 
 
-_OPTIMUM = define_flags(OptimumOptions, flags.FlagValues())
+_OPTIMUM = define_flags(OptimumOptions)
 
 
 def _check_optimum(_: list[str]) -> OptimumOptions:
@@ -251,7 +250,7 @@ class GoodputOptions:
         return seconds
 
 
-_GOODPUT = define_flags(GoodputOptions, flags.FlagValues())
+_GOODPUT = define_flags(GoodputOptions)
 
 
 def _check_goodput(_: list[str]) -> dict[str, Any]:

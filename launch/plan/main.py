@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from absl import flags
-
 from tfdist.addons.planner import Limits, Machine, Plan, Transformer, plan
 from tfdist.addons.planner.choice import summary
 from tfdist.addons.planner.layouts import OPTIMIZERS, PRECISIONS
@@ -45,8 +43,7 @@ class PlanOptions:
     picture: str | None = option(None, "File for a plot of the layouts (.png, .svg, .pdf)")
 
 
-_VALUES = flags.FlagValues()
-_FLAGS = define_flags(PlanOptions, _VALUES)
+_FLAGS = define_flags(PlanOptions)
 
 
 def run() -> None:
@@ -127,7 +124,7 @@ def _print_programs(options: ModelOptions, model: Transformer, chosen: Plan, bat
 
 _LAYOUT = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-plan [calibrate|fit|goodput|optimum] [flags]",
     summary="Finds the layouts that train a transformer fastest, and prints their cost.",
     check=_check,

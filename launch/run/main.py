@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from absl import flags
-
 from tfdist.launch.flags import command
 from tfdist.launch.flags.completion import SHELLS, script
 from tfdist.launch.flags.options import define_flags, option, refuse_ignored
@@ -104,7 +102,7 @@ class RunOptions:
         return self.max_restarts
 
 
-_FLAGS = define_flags(RunOptions, flags.FlagValues())
+_FLAGS = define_flags(RunOptions)
 
 
 @dataclasses.dataclass(frozen=True)

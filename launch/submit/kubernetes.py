@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from absl import flags
-
 from tfdist.launch.flags.options import define_flags, option, refuse_ignored
 from tfdist.launch.flags.values import UsageError
 from tfdist.launch.submit.indexed_job import indexed_job
@@ -97,7 +95,7 @@ class KubernetesOptions:
         refuse_ignored(self, of_mpi, "requires --kind=mpijob", "--kind=job")
 
 
-FLAGS = define_flags(KubernetesOptions, flags.FlagValues())
+FLAGS = define_flags(KubernetesOptions)
 FOLDED = {
     "for failures": OF_FAILURES,
     "for pods": [

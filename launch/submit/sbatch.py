@@ -7,8 +7,6 @@ import re
 import shlex
 import time
 
-from absl import flags
-
 from tfdist.launch.flags.options import define_flags, option, refuse_ignored
 from tfdist.launch.flags.values import UsageError, refuse
 from tfdist.launch.submit.job_flags import OF_FAILURES, Job, JobOptions, in_units, refuse_odd
@@ -92,7 +90,7 @@ class SlurmOptions:
         return batch_script(job, self)
 
 
-FLAGS = define_flags(SlurmOptions, flags.FlagValues())
+FLAGS = define_flags(SlurmOptions)
 FOLDED = {
     "for failures": [*OF_FAILURES, "requeue"],
     "for Slurm": ["log", "gpu_type", "engine", "sbatch"],

@@ -14,8 +14,6 @@ import dataclasses
 import os
 import time
 
-from absl import flags
-
 from tfdist.launch.flags import command
 from tfdist.launch.flags.local_sgd import LocalSGDOptions
 from tfdist.launch.flags.mesh import MeshOptions
@@ -36,8 +34,7 @@ from tfdist.launch.train.options import TrainOptions
 from tfdist.launch.train.tasks import Data, Settings, Task
 from tfdist.launch.train.world import OF_RANKS
 
-_VALUES = flags.FlagValues()
-_FLAGS = define_flags(TrainOptions, _VALUES)
+_FLAGS = define_flags(TrainOptions)
 
 
 def run() -> None:
@@ -166,7 +163,7 @@ def _build(given: TrainOptions, task: Task, settings: Settings, data: Data, repl
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-train [flags]",
     summary="Trains a reference model on the ranks that tfdist-run or horovodrun starts.",
     check=_check,
