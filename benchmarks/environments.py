@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import subprocess
@@ -9,19 +10,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-
 from tfdist.launch.flags import command
 from tfdist.launch.flags import values as flag_values
-from tfdist.launch.flags.values import FlagDefiner
+from tfdist.launch.flags.options import define_flags, option
 from tfdist.launch.install_horovod.build import BuildError, build
 from tfdist.launch.install_horovod.prerequisites import PrerequisiteError
 from tfdist.launch.signals import exit_on_signals
 from tfdist.runtime.sessions import run_in_session
 
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_PEERS = _define.string("peers", ".peers", "The folder for the environments")
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentsOptions:
+    """The options of the program; see the flags of the same names."""
+
+    peers: str = option(".peers", "The folder for the environments")
+
+
+_FLAGS = define_flags(EnvironmentsOptions)
 
 #: A file in an environment that was made to the end: what it was asked for, and what came.
 MADE = ".made"
@@ -60,19 +65,21 @@ def run(arguments: list[str] | None = None) -> None:
     PROGRAM.run(arguments)
 
 
-def _check(_: list[str]) -> None:
-    flag_values.folder("peers", _PEERS.value)
+def _check(_: list[str]) -> str:
+    peers = _FLAGS.read().peers
+    flag_values.folder("peers", peers)
+    return peers
 
 
-def _main(_) -> int:
-    if not _PEERS.value.strip():
+def _main(peers: str) -> int:
+    if not peers.strip():
         raise command.UsageError(
             "--peers must be the folder for the environments. Received: --peers= without a folder."
         )
     try:
         with exit_on_signals():
             for name in ENVIRONMENTS:
-                make(name, Path(_PEERS.value))
+                make(name, Path(peers))
     except (OSError, PrerequisiteError) as error:
         raise command.UsageError(str(error)) from None
     except BuildError as error:
@@ -146,7 +153,7 @@ def _call(arguments: Sequence[str]) -> str:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="python -m benchmarks.environments [flags]",
     summary="Makes the environments of those that `python -m benchmarks.training` compares with, where "
     "they are not there yet: a GB or two each.",

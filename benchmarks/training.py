@@ -21,8 +21,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from absl import flags
-
 from benchmarks import against, commits, findings
 from benchmarks.comparisons import COMPARISONS, ROWS, SIZES, Comparison, Job
 from benchmarks.environments import versions
@@ -33,49 +31,37 @@ from benchmarks.measuring import has_between, write_between
 from benchmarks.model_flops import gemm_peak, step_flops
 from benchmarks.turns import take_turns
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import (
-    YEAR,
-    FlagDefiner,
-    input_file,
-    output_file,
-    refuse,
-    refuse_ignored,
-)
+from tfdist.launch.flags.options import define_flags, option, refuse_ignored
+from tfdist.launch.flags.values import YEAR, input_file, output_file, refuse
 from tfdist.launch.signals import exit_on_signals
 
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_ONLY = _define.list("only", None, "Names of comparisons to run, with commas")
-_AGAINST = _define.string("against", None, "A commit: compares this checkout only with it")
-_ROUNDS = _define.integer(
-    "rounds", None, "The number of turns [9; --against: 15]", lower_bound=1, upper_bound=10_000
-)
-_STEPS = _define.integer(
-    "steps",
-    None,
-    "The steps of each turn [8; --against: 2 s]",
-    lower_bound=1,
-    upper_bound=1_000_000,
-)
-_PEERS = _define.string("peers", ".peers", "The folder of `make peers`")
-_SIZES = _define.enum("sizes", "full", list(SIZES), "The sizes of the models")
-_ALLOCATOR = _define.string(
-    "allocator", None, "A malloc library for all processes, such as libtcmalloc"
-)
-_JSON = _define.string("json", None, "A file for the findings; it keeps its other findings")
-_DOCUMENT = _define.string(
-    "document", None, "A document whose tables are updated: docs/performance.md"
-)
-_PICTURE = _define.string("picture", None, "A file for a picture of the ratios (.png, .svg, .pdf)")
-_TIMEOUT = _define.float(
-    "timeout",
-    300.0,
-    "The time-out of a start or a turn, in seconds",
-    lower_bound=1.0,
-    upper_bound=YEAR,
-)
-
 _MARK = "benchmarks.training"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOptions:
+    """The options of the program; see the flags of the same names."""
+
+    only: tuple[str, ...] | None = option(None, "Names of comparisons to run, with commas")
+    against: str | None = option(None, "A commit: compares this checkout only with it")
+    rounds: int | None = option(
+        None, "The number of turns [9; --against: 15]", least=1, most=10_000
+    )
+    steps: int | None = option(
+        None, "The steps of each turn [8; --against: 2 s]", least=1, most=1_000_000
+    )
+    peers: str = option(".peers", "The folder of `make peers`")
+    sizes: str = option("full", "The sizes of the models", choices=SIZES)
+    allocator: str | None = option(None, "A malloc library for all processes, such as libtcmalloc")
+    json: str | None = option(None, "A file for the findings; it keeps its other findings")
+    document: str | None = option(None, "A document whose tables are updated: docs/performance.md")
+    picture: str | None = option(None, "A file for a picture of the ratios (.png, .svg, .pdf)")
+    timeout: float = option(
+        300.0, "The time-out of a start or a turn, in seconds", least=1.0, most=YEAR
+    )
+
+
+_FLAGS = define_flags(TrainingOptions)
 
 
 class Against(NamedTuple):
@@ -92,15 +78,16 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def _check(_: list[str]) -> list[Comparison] | Against:
-    if _JSON.value is not None:
-        output_file("json", _JSON.value)
-    if _PICTURE.value is not None:
-        output_file("picture", _PICTURE.value, (".png", ".svg", ".pdf"))
-    if _ALLOCATOR.value is not None:
-        input_file("allocator", _ALLOCATOR.value)  # The loader would warn, and go on without.
-    if _DOCUMENT.value is not None:
-        _check_document(_DOCUMENT.value)
-    return _chosen() if _AGAINST.value is None else _check_against(_AGAINST.value)
+    options = _FLAGS.read()
+    if options.json is not None:
+        output_file("json", options.json)
+    if options.picture is not None:
+        output_file("picture", options.picture, (".png", ".svg", ".pdf"))
+    if options.allocator is not None:
+        input_file("allocator", options.allocator)  # The loader would warn, and go on without.
+    if options.document is not None:
+        _check_document(options.document)
+    return _chosen() if options.against is None else _check_against(options.against)
 
 
 def _check_document(path: str) -> None:
@@ -119,15 +106,15 @@ def _check_document(path: str) -> None:
 
 
 def _check_against(name: str) -> Against:
-    refuse_ignored(
-        _VALUES, (_DOCUMENT, _PICTURE), "is for comparisons with others", f"--against={name}"
-    )
+    why = "is for comparisons with others"
+    refuse_ignored(_FLAGS.read(), ["document", "picture"], why, f"--against={name}")
     names = _names(ROWS, " with --against")
     new = commits.checkout()
     return Against(new, commits.resolve(new.folder, name), names)
 
 
 def _main(chosen: list[Comparison] | Against) -> int:
+    options = _FLAGS.read()
     if isinstance(chosen, Against):
         return _compare_trees(chosen)
     known = _known()
@@ -140,11 +127,11 @@ def _main(chosen: list[Comparison] | Against) -> int:
                 peaks[threads] = gemm_peak(threads)
             found = compare(
                 comparison,
-                sizes=_SIZES.value,
-                peers=Path(_PEERS.value),
-                rounds=_ROUNDS.value or 9,
-                steps=_STEPS.value or 8,
-                timeout=_TIMEOUT.value,
+                sizes=options.sizes,
+                peers=Path(options.peers),
+                rounds=options.rounds or 9,
+                steps=options.steps or 8,
+                timeout=options.timeout,
             )
             found = dataclasses.replace(found, gemm_peak=peaks[threads])
         except JobError as error:
@@ -164,8 +151,9 @@ def _main(chosen: list[Comparison] | Against) -> int:
 
 def _compare_trees(chosen: Against) -> int:
     """Measures rows of the checkout and of a commit, and prints and writes what has come out."""
-    new, peers = chosen.new, Path(_PEERS.value)
-    rounds = _ROUNDS.value or 15
+    options = _FLAGS.read()
+    new, peers = chosen.new, Path(options.peers)
+    rounds = options.rounds or 15
     rows: list[against.Row] = []
     failed = False
     try:
@@ -179,11 +167,11 @@ def _compare_trees(chosen: Against) -> int:
                         name,
                         new,
                         old,
-                        sizes=_SIZES.value,
+                        sizes=options.sizes,
                         peers=peers,
                         rounds=rounds,
-                        steps=_STEPS.value,
-                        timeout=_TIMEOUT.value,
+                        steps=options.steps,
+                        timeout=options.timeout,
                         variables=_allocator_variables(),
                     )
                 except JobError as error:
@@ -192,9 +180,9 @@ def _compare_trees(chosen: Against) -> int:
                     continue
                 rows.append(row)
                 print(row.line(), flush=True)
-                if _JSON.value:  # After each, so that nothing is lost when it is stopped.
+                if options.json:  # After each, so that nothing is lost when it is stopped.
                     day = datetime.date.today().isoformat()
-                    against.write(Path(_JSON.value), new, old, _machine(), day, rows)
+                    against.write(Path(options.json), new, old, _machine(), day, rows)
     except KeyboardInterrupt:
         command.say("benchmarks", "Stopped.")
         return 130
@@ -255,7 +243,8 @@ def _side(job: Job, running: RunningJob, blocks: list[Block], peers: Path) -> Si
 
 def _names(known: Iterable[str], where: str = "") -> list[str]:
     """Those of `--only`, or all that there are."""
-    names = list(known) if _ONLY.value is None else _ONLY.value
+    options = _FLAGS.read()
+    names = list(known) if options.only is None else options.only
     for name in names:
         if name not in known:
             raise command.UsageError(
@@ -265,11 +254,12 @@ def _names(known: Iterable[str], where: str = "") -> list[str]:
 
 
 def _chosen() -> list[Comparison]:
+    options = _FLAGS.read()
     chosen = [_with_allocator(COMPARISONS[name]) for name in _names(COMPARISONS)]
     for comparison in chosen:
         for job in (comparison.ours, comparison.theirs):
             try:
-                interpreter(job, Path(_PEERS.value))
+                interpreter(job, Path(options.peers))
             except JobError as error:
                 raise command.UsageError(str(error)) from None
     return chosen
@@ -285,40 +275,44 @@ def _with_allocator(comparison: Comparison) -> Comparison:
 
 
 def _allocator_variables() -> dict[str, str]:
-    if _ALLOCATOR.value is None:
+    options = _FLAGS.read()
+    if options.allocator is None:
         return {}
-    path = Path(_ALLOCATOR.value).absolute()
+    path = Path(options.allocator).absolute()
     # oneDNN's pool in TensorFlow would ask for large blocks only, and keep them.
     return {"LD_PRELOAD": str(path), "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
 
 
 def _known() -> dict[str, Finding]:
-    if _JSON.value is None:
+    options = _FLAGS.read()
+    if options.json is None:
         return {}
     try:
-        return findings.read(Path(_JSON.value))
+        return findings.read(Path(options.json))
     except (OSError, ValueError) as error:
         raise command.UsageError(f"The file of --json is not usable: {error}") from None
 
 
 def _keep(found: list[Finding]) -> None:
+    options = _FLAGS.read()
     try:
-        if _JSON.value:
-            findings.write(Path(_JSON.value), found)
-        if _DOCUMENT.value:
-            write_between(_DOCUMENT.value, _mark(), findings.table(found))
-        if _PICTURE.value:
-            findings.picture(Path(_PICTURE.value), found)
+        if options.json:
+            findings.write(Path(options.json), found)
+        if options.document:
+            write_between(options.document, _mark(), findings.table(found))
+        if options.picture:
+            findings.picture(Path(options.picture), found)
     except (OSError, ValueError, ImportError) as error:
         raise command.UsageError(f"The findings cannot be written: {error}") from None
 
 
 def _mark() -> str:
     """The document's mark of what was measured with these sizes and this allocator."""
+    options = _FLAGS.read()
     parts = [_MARK]
-    if _SIZES.value != "full":
-        parts.append(_SIZES.value)
-    if _ALLOCATOR.value is not None:
+    if options.sizes != "full":
+        parts.append(options.sizes)
+    if options.allocator is not None:
         parts.append("allocator")
     return ", ".join(parts)
 
@@ -334,7 +328,7 @@ def _machine() -> str:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="python -m benchmarks.training [flags]",
     summary="Trains the same models on tfdist, tf_keras, PyTorch and Keras on JAX, in turn, and compares the "
     f"times of a step. Comparisons: {', '.join(COMPARISONS)}.",

@@ -6,17 +6,23 @@ tfdist-report runs/7 --output=report.html
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
-from absl import flags
-
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import FlagDefiner, output_file
+from tfdist.launch.flags.options import define_flags, option
+from tfdist.launch.flags.values import output_file
 from tfdist.utils.checks import one_line
 
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_OUTPUT = _define.string("output", None, "File for the HTML page [report.html]")
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """The options of the program; see the flags of the same names."""
+
+    output: str | None = option(None, "File for the HTML page [report.html]")
+
+
+_FLAGS = define_flags(ReportOptions)
 
 
 def run() -> None:
@@ -33,7 +39,7 @@ def _check(words: list[str]) -> tuple[str, str]:
     path = words[0]
     if not os.path.exists(path):
         raise command.UsageError(f"{path} does not exist.")
-    output = _OUTPUT.value or "report.html"
+    output = _FLAGS.read().output or "report.html"
     output_file("output", output)
     return path, output
 
@@ -59,7 +65,7 @@ def _main(checked: tuple[str, str]) -> None:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-report PATH [flags]",
     summary="Summarizes a training run from the trace or the reports of a Monitor, or a folder of them: as "
     "text, and as one self-contained HTML page.",

@@ -5,23 +5,14 @@ tfdist-schedule --schedule=1f1b --stages=4 --microbatches=8
 
 from __future__ import annotations
 
-from absl import flags
+import dataclasses
 
 from tfdist.addons.monitoring.timeline import as_text, legend, save_picture, write_chrome_trace
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import FlagDefiner, as_given, output_file
+from tfdist.launch.flags.options import as_given, define_flags, option
+from tfdist.launch.flags.values import output_file
 from tfdist.pipeline.schedules import SCHEDULES, Action, check_arguments, make_schedule
 from tfdist.pipeline.simulation import check_schedule, held_microbatches
-
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_SCHEDULE = _define.enum("schedule", "1f1b", list(SCHEDULES), "Schedule")
-_STAGES = _define.integer("stages", 4, "Ranks of the pipeline", lower_bound=1)
-_MICROBATCHES = _define.integer("microbatches", 8, "Micro-batches per batch", lower_bound=1)
-_CHUNKS = _define.integer("chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1)
-_PICTURE = _define.string("picture", None, "File for a plot of the schedule (.png, .svg, .pdf)")
-_TRACE = _define.string("trace", None, "File for a Chrome or Perfetto trace")
-
 
 #: The supported formats of plots, by suffix.
 _PICTURES = (".png", ".svg", ".pdf")
@@ -29,31 +20,47 @@ _PICTURES = (".png", ".svg", ".pdf")
 _MOST_FORWARDS = 102_400
 
 
+@dataclasses.dataclass(frozen=True)
+class ScheduleOptions:
+    """The options of the program; see the flags of the same names."""
+
+    schedule: str = option("1f1b", "Schedule", choices=SCHEDULES)
+    stages: int = option(4, "Ranks of the pipeline", least=1)
+    microbatches: int = option(8, "Micro-batches per batch", least=1)
+    chunks: int | None = option(None, "Stages per rank, for interleaved [2]", least=1)
+    picture: str | None = option(None, "File for a plot of the schedule (.png, .svg, .pdf)")
+    trace: str | None = option(None, "File for a Chrome or Perfetto trace")
+
+    @property
+    def chosen(self) -> tuple[str, int, int, int | None]:
+        """The arguments of `make_schedule`."""
+        return self.schedule, self.stages, self.microbatches, self.chunks
+
+
+_FLAGS = define_flags(ScheduleOptions)
+
+
 def run() -> None:
     """Run the console script."""
     PROGRAM.run()
 
 
-def _check(_: list[str]) -> None:
-    chosen = (_SCHEDULE, _STAGES, _MICROBATCHES, _CHUNKS)
+def _check(_: list[str]) -> ScheduleOptions:
+    options = _FLAGS.read()
     try:
-        check_arguments(
-            _SCHEDULE.value,
-            _STAGES.value,
-            _MICROBATCHES.value,
-            _CHUNKS.value,
-            most=_MOST_FORWARDS,
-        )
+        check_arguments(*options.chosen, most=_MOST_FORWARDS)
     except ValueError as error:
-        raise command.UsageError(f"{as_given(_VALUES, chosen)} is not supported: {error}") from None
-    if _PICTURE.value is not None:
-        output_file("picture", _PICTURE.value, _PICTURES)
-    if _TRACE.value is not None:
-        output_file("trace", _TRACE.value)
+        given = as_given(options, ("schedule", "stages", "microbatches", "chunks"))
+        raise command.UsageError(f"{given} is not supported: {error}") from None
+    if options.picture is not None:
+        output_file("picture", options.picture, _PICTURES)
+    if options.trace is not None:
+        output_file("trace", options.trace)
+    return options
 
 
-def _main(_: None) -> int:
-    schedule = make_schedule(_SCHEDULE.value, _STAGES.value, _MICROBATCHES.value, _CHUNKS.value)
+def _main(options: ScheduleOptions) -> int:
+    schedule = make_schedule(*options.chosen)
     played = check_schedule(schedule)
     kinds = {Action.FORWARD, Action.BACKWARD} | (
         {Action.WEIGHT} if schedule.splits_backward else set()
@@ -67,21 +74,21 @@ def _main(_: None) -> int:
     )
     held = ", ".join(str(held_microbatches(schedule, rank)) for rank in range(schedule.num_ranks))
     print(f"Peak number of micro-batches whose activations a rank stores, by rank: {held}.")
-    if _PICTURE.value is not None:
+    if options.picture is not None:
         try:
-            save_picture(played, _PICTURE.value)
+            save_picture(played, options.picture)
         except (ValueError, ImportError) as error:
             raise command.UsageError(
-                f"--picture={_PICTURE.value} could not be written: {error}."
+                f"--picture={options.picture} could not be written: {error}."
             ) from None
-    if _TRACE.value is not None:
-        write_chrome_trace(played, _TRACE.value)
+    if options.trace is not None:
+        write_chrome_trace(played, options.trace)
     return 0
 
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-schedule [flags]",
     summary="Prints the micro-batches of each rank by time, and the idle time of ranks.",
     check=_check,

@@ -25,49 +25,31 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import flags
 from tabulate import tabulate
 
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import FlagDefiner, output_file
+from tfdist.launch.flags.options import define_flags, option
+from tfdist.launch.flags.values import output_file
 
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 #: The largest tensor, of which several copies must fit into memory.
 _MOST_BYTES = 1 << 34
 
-_CHOSEN = _define.list("operations", list(_OPERATIONS), "Operations, separated by commas")
-_SMALLEST = _define.integer(
-    "min_bytes",
-    4096,
-    "Smallest size",
-    lower_bound=64,
-    upper_bound=_MOST_BYTES,
-)
-_LARGEST = _define.integer(
-    "max_bytes",
-    64 << 20,
-    "Largest size",
-    lower_bound=64,
-    upper_bound=_MOST_BYTES,
-)
-_FACTOR = _define.integer(
-    "factor",
-    16,
-    "Factor between sizes",
-    lower_bound=2,
-    upper_bound=_MOST_BYTES,
-)
-_SECONDS = _define.float(
-    "seconds",
-    1.0,
-    "Seconds per measurement",
-    lower_bound=0.01,
-    upper_bound=3600.0,
-)
-_BULK = _define.boolean("bulk", False, "Use the engine for all operations, not peer to peer")
-_JSON = _define.string("json", None, "File for the measurements")
+
+@dataclasses.dataclass(frozen=True)
+class CollectivesOptions:
+    """The options of the program; see the flags of the same names."""
+
+    operations: tuple[str, ...] = option(_OPERATIONS, "Operations, separated by commas")
+    min_bytes: int = option(4096, "Smallest size", least=64, most=_MOST_BYTES)
+    max_bytes: int = option(64 << 20, "Largest size", least=64, most=_MOST_BYTES)
+    factor: int = option(16, "Factor between sizes", least=2, most=_MOST_BYTES)
+    seconds: float = option(1.0, "Seconds per measurement", least=0.01, most=3600.0)
+    bulk: bool = option(False, "Use the engine for all operations, not peer to peer")
+    json: str | None = option(None, "File for the measurements")
+
+
+_FLAGS = define_flags(CollectivesOptions)
 
 _LINK_BYTES = 64 << 20
 _WARM_UP = 3
@@ -141,25 +123,27 @@ def run(arguments: list[str] | None = None) -> None:
     PROGRAM.run(arguments)
 
 
-def _check(_: list[str]) -> None:
-    for name in _CHOSEN.value:
+def _check(_: list[str]) -> CollectivesOptions:
+    options = _FLAGS.read()
+    for name in options.operations:
         if name not in _OPERATIONS:
             raise command.UsageError(
                 f"--operations must be some of {', '.join(_OPERATIONS)}. Received: {name!r}."
             )
-    if _SMALLEST.value > _LARGEST.value:
+    if options.min_bytes > options.max_bytes:
         raise command.UsageError(
-            f"--min_bytes must be at most --max_bytes. Received: --min_bytes={_SMALLEST.value} "
-            f"--max_bytes={_LARGEST.value}."
+            f"--min_bytes must be at most --max_bytes. Received: --min_bytes={options.min_bytes} "
+            f"--max_bytes={options.max_bytes}."
         )
-    if _JSON.value is not None:
-        output_file("json", _JSON.value)
+    if options.json is not None:
+        output_file("json", options.json)
+    return options
 
 
-def _main(_) -> None:
-    sizes = [_SMALLEST.value]
-    while sizes[-1] * _FACTOR.value <= _LARGEST.value:
-        sizes.append(sizes[-1] * _FACTOR.value)
+def _main(options: CollectivesOptions) -> None:
+    sizes = [options.min_bytes]
+    while sizes[-1] * options.factor <= options.max_bytes:
+        sizes.append(sizes[-1] * options.factor)
     from tfdist import strategies
     from tfdist.collectives.p2p import P2PEngine
 
@@ -173,18 +157,18 @@ def _main(_) -> None:
             "Collectives require at least two ranks: tfdist-run -np 2 -- tfdist-bench collectives."
         )
     link = measure_link(group)
-    if _BULK.value and isinstance(strategy.engine, P2PEngine):
+    if options.bulk and isinstance(strategy.engine, P2PEngine):
         strategy.engine.enabled = False
-    lines = [measure(operation, size, group) for operation in _CHOSEN.value for size in sizes]
+    lines = [measure(operation, size, group) for operation in options.operations for size in sizes]
     if not strategy.is_chief:
         return
     print(report(link, lines))
-    if _JSON.value:
+    if options.json:
         found: dict[str, Any] = {
             "link": dataclasses.asdict(link),
             "lines": [dataclasses.asdict(line) for line in lines],
         }
-        with open(_JSON.value, "w") as file:
+        with open(options.json, "w") as file:
             json.dump(found, file, indent=1)
 
 
@@ -288,7 +272,7 @@ def median_seconds(function: Callable[[], Any], group) -> float:
     begun = time.perf_counter()
     function()
     once = max(time.perf_counter() - begun, 1e-6)
-    seconds = _SECONDS.value if _VALUES.is_parsed() else 1.0
+    seconds = _FLAGS.read().seconds
     count = broadcast_object(min(max(int(seconds / once), 5), 2000), group, name="bench/count")
     times = []
     for _ in range(count):
@@ -301,7 +285,7 @@ def median_seconds(function: Callable[[], Any], group) -> float:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-bench collectives [flags]",
     summary="Measures collectives on the ranks started by tfdist-run or another launcher.",
     check=_check,

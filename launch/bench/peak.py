@@ -8,33 +8,33 @@ bandwidth is measured by all-reduces of 64 MiB.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 
-from absl import flags
-
 from tfdist.launch.flags import command
+from tfdist.launch.flags.options import define_flags, option
 from tfdist.launch.flags.quiet import quiet_start
-from tfdist.launch.flags.values import FlagDefiner, output_file
-
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_OUTPUT = _define.string("output", None, "File for `Monitor(peak=...)` and `tfdist-train --peak`")
-_DTYPE = _define.enum(
-    "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the products"
-)
-_SIZE = _define.integer(
-    "size", 2048, "Rows and columns of a matrix", lower_bound=16, upper_bound=1 << 15
-)
-_SECONDS = _define.float(
-    "seconds", 5.0, "Seconds to measure products", lower_bound=0.1, upper_bound=3600.0
-)
-_THREADS = _define.integer(
-    "threads", 0, "Threads per rank; 0: TensorFlow's choice", lower_bound=0, upper_bound=4096
-)
+from tfdist.launch.flags.values import output_file
 
 _SUM_BYTES = 64 << 20
 _SUMS = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakOptions:
+    """The options of the program; see the flags of the same names."""
+
+    output: str | None = option(None, "File for `Monitor(peak=...)` and `tfdist-train --peak`")
+    dtype: str = option(
+        "float32", "Dtype of the products", choices=("float32", "bfloat16", "float16")
+    )
+    size: int = option(2048, "Rows and columns of a matrix", least=16, most=1 << 15)
+    seconds: float = option(5.0, "Seconds to measure products", least=0.1, most=3600.0)
+    threads: int = option(0, "Threads per rank; 0: TensorFlow's choice", least=0, most=4096)
+
+
+_FLAGS = define_flags(PeakOptions)
 
 
 def run() -> None:
@@ -42,12 +42,14 @@ def run() -> None:
     PROGRAM.run()
 
 
-def _check(_: list[str]) -> None:
-    if _OUTPUT.value is not None:
-        output_file("output", _OUTPUT.value)
+def _check(_: list[str]) -> PeakOptions:
+    options = _FLAGS.read()
+    if options.output is not None:
+        output_file("output", options.output)
+    return options
 
 
-def _main(_: None) -> None:
+def _main(options: PeakOptions) -> None:
     with quiet_start():
         import tensorflow as tf
 
@@ -57,14 +59,14 @@ def _main(_: None) -> None:
         from tfdist.collectives import all_reduce
 
         tf.config.list_physical_devices()
-    if _THREADS.value:
-        tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
+    if options.threads:
+        tf.config.threading.set_intra_op_parallelism_threads(options.threads)
     try:
         strategy = strategies.auto()
     except (ValueError, ImportError) as error:
         raise command.UsageError(f"The rendezvous of the ranks failed: {error}") from error
     world = strategy.group()
-    own = measured_flops(_SIZE.value, _DTYPE.value, _SECONDS.value)
+    own = measured_flops(options.size, options.dtype, options.seconds)
     flops = float(all_reduce(tf.constant(own, tf.float64), world, "mean", name="peak/flops"))
     rate = measured_bandwidth(world) if world.size > 1 else None
     if not strategy.is_chief:
@@ -72,12 +74,12 @@ def _main(_: None) -> None:
     peak = Peak(flops, rate)
     print(
         f"peak={flops:.4g}: {big(flops)}FLOP/s per rank on {world.size} ranks, in products of "
-        f"{_SIZE.value} x {_SIZE.value} {_DTYPE.value}."
+        f"{options.size} x {options.size} {options.dtype}."
     )
     if rate is not None:
         print(f"{big(rate)}B/s per rank, in all-reduces of 64 MiB over {world.size} ranks.")
-    if _OUTPUT.value is not None:
-        peak.write(_OUTPUT.value, ranks=world.size, dtype=_DTYPE.value, size=_SIZE.value)
+    if options.output is not None:
+        peak.write(options.output, ranks=world.size, dtype=options.dtype, size=options.size)
 
 
 def measured_flops(size: int, dtype: str, seconds: float) -> float:
@@ -125,7 +127,7 @@ def measured_bandwidth(group) -> float:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-bench peak [flags]",
     summary="Measures the peak FLOP/s and bandwidth of the ranks started by tfdist-run or another "
     "launcher. Without a launcher it measures one process.",

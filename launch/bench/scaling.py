@@ -23,20 +23,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import flags
-
 from tfdist.addons.planner.calibration import read_machine
 from tfdist.launch.bench.scaling_report import Curve, Job, picture
 from tfdist.launch.flags import command
+from tfdist.launch.flags.options import define_flags, option, refuse_ignored
 from tfdist.launch.flags.values import (
     MOST_RANKS,
     YEAR,
-    FlagDefiner,
     UsageError,
     input_file,
     output_file,
     refuse,
-    refuse_ignored,
 )
 from tfdist.launch.run.num_ranks import count_cores, count_gpus
 from tfdist.launch.signals import exit_on_signals
@@ -51,41 +48,6 @@ MARK = "tfdist-bench-scaling "
 #: Reference models, with the rows of an update.
 MODELS = {"convnet": 128, "gpt": 16}
 _REFERENCE = Path(__file__).with_name("reference_training.py")
-
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_SCRIPT = _define.string(
-    "script", None, "A Python script with its arguments, 'train.py --epochs=1'"
-)
-_MODEL = _define.enum("model", None, list(MODELS), "A reference model instead")
-_RANKS = _define.list("ranks", "1,2", "Numbers of ranks; the smallest is the baseline")
-_BATCH = _define.integer(
-    "batch",
-    None,
-    "Rows of an update on the fewest ranks, for {batch} [the script's default]",
-    lower_bound=1,
-    upper_bound=1 << 30,
-)
-_ENGINE = _define.enum("engine", "auto", ["auto", "horovod", "tensorflow"], "As for tfdist-run")
-_HOSTS = _define.string("H", None, "Hosts and their slots, as for tfdist-run [this machine]")
-_THREADS = _define.integer(
-    "threads",
-    None,
-    "Threads and cores per rank, in all jobs [cores / most ranks]",
-    lower_bound=1,
-    upper_bound=4096,
-)
-_STEPS = _define.integer("steps", 20, "Timed steps per job", lower_bound=4, upper_bound=1_000_000)
-_WARM_UP = _define.integer(
-    "warm_up", 5, "Steps before the timed ones", lower_bound=1, upper_bound=1_000_000
-)
-_ROUNDS = _define.integer("rounds", 3, "Jobs of each kind", lower_bound=1, upper_bound=1000)
-_MACHINE = _define.string("machine", None, "A file of tfdist-plan calibrate, for the prediction")
-_JSON = _define.string("json", None, "A file for the results")
-_PICTURE = _define.string("picture", None, "File for a plot of the curves (.png, .svg, .pdf)")
-_TIMEOUT = _define.float(
-    "timeout", 600.0, "Time limit of a job in seconds", lower_bound=1.0, upper_bound=YEAR
-)
 
 #: The line of a rank, after the prefix of tfdist-run.
 _LINE = re.compile(rf"^(?:\[[^\]]*\] )?{MARK}(\{{.*\}})$", re.MULTILINE)
@@ -119,9 +81,40 @@ class Settings:
     cores: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ScalingOptions:
+    """The options of the program; see the flags of the same names."""
+
+    script: str | None = option(None, "A Python script with its arguments, 'train.py --epochs=1'")
+    model: str | None = option(None, "A reference model instead", choices=MODELS)
+    ranks: tuple[str, ...] = option(("1", "2"), "Numbers of ranks; the smallest is the baseline")
+    batch: int | None = option(
+        None,
+        "Rows of an update on the fewest ranks, for {batch} [the script's default]",
+        least=1,
+        most=1 << 30,
+    )
+    engine: str = option("auto", "As for tfdist-run", choices=("auto", "horovod", "tensorflow"))
+    H: str | None = option(None, "Hosts and their slots, as for tfdist-run [this machine]")
+    threads: int | None = option(
+        None, "Threads and cores per rank, in all jobs [cores / most ranks]", least=1, most=4096
+    )
+    steps: int = option(20, "Timed steps per job", least=4, most=1_000_000)
+    warm_up: int = option(5, "Steps before the timed ones", least=1, most=1_000_000)
+    rounds: int = option(3, "Jobs of each kind", least=1, most=1000)
+    machine: str | None = option(None, "A file of tfdist-plan calibrate, for the prediction")
+    json: str | None = option(None, "A file for the results")
+    picture: str | None = option(None, "File for a plot of the curves (.png, .svg, .pdf)")
+    timeout: float = option(600.0, "Time limit of a job in seconds", least=1.0, most=YEAR)
+
+
+_FLAGS = define_flags(ScalingOptions)
+
+
 class _Run(NamedTuple):
     """A checked command line."""
 
+    options: ScalingOptions
     words: list[str]
     ranks: list[int]
     batch: int | None
@@ -130,7 +123,7 @@ class _Run(NamedTuple):
 
     def has_devices(self) -> bool:
         """Whether ranks compute on GPUs or other hosts instead of this machine's cores."""
-        return bool(_HOSTS.value or count_gpus())
+        return bool(self.options.H or count_gpus())
 
     def crowded(self) -> frozenset[int]:
         """The numbers of ranks that have more threads than there are cores."""
@@ -140,29 +133,30 @@ class _Run(NamedTuple):
 
 
 def _check(_: list[str]) -> _Run:
-    if (_SCRIPT.value is None) == (_MODEL.value is None):
+    options = _FLAGS.read()
+    if (options.script is None) == (options.model is None):
         raise UsageError(
             "tfdist-bench scaling requires either --script=train.py or --model=convnet|gpt. Received: "
-            f"--script={_SCRIPT.value}, --model={_MODEL.value}."
+            f"--script={options.script}, --model={options.model}."
         )
-    if _JSON.value is not None:
-        output_file("json", _JSON.value)
-    if _PICTURE.value is not None:
-        output_file("picture", _PICTURE.value, (".png", ".svg", ".pdf"))
-    ranks = _numbers(_RANKS.value)
-    batch = _BATCH.value or MODELS.get(_MODEL.value or "")
-    if _MODEL.value is not None:
-        words = [str(_REFERENCE), _MODEL.value, "{batch}"]
+    if options.json is not None:
+        output_file("json", options.json)
+    if options.picture is not None:
+        output_file("picture", options.picture, (".png", ".svg", ".pdf"))
+    ranks = _numbers(options.ranks)
+    batch = options.batch or MODELS.get(options.model or "")
+    if options.model is not None:
+        words = [str(_REFERENCE), options.model, "{batch}"]
     else:
-        words = _words(_SCRIPT.value)
+        words = _words(options.script or "")
     if batch is None and any("{batch}" in word for word in words):
         raise UsageError(
             "--script with {batch} requires --batch. Received: no --batch. Use, for example, --batch=64."
         )
-    if _HOSTS.value is not None:
-        refuse_ignored(_VALUES, (_THREADS,), "cannot be combined with -H", "-H")
-    threads = _THREADS.value or max(count_cores() // max(ranks), 1)
-    return _Run(words, ranks, batch, threads, _machine())
+    if options.H is not None:
+        refuse_ignored(options, ["threads"], "cannot be combined with -H", "-H")
+    threads = options.threads or max(count_cores() // max(ranks), 1)
+    return _Run(options, words, ranks, batch, threads, _machine(options.machine))
 
 
 def _numbers(texts: Sequence[str]) -> list[int]:
@@ -186,12 +180,12 @@ def _words(script: str) -> list[str]:
     return words
 
 
-def _machine() -> dict[str, Any] | None:
-    if _MACHINE.value is None:
+def _machine(file: str | None) -> dict[str, Any] | None:
+    if file is None:
         return None
-    input_file("machine", _MACHINE.value)
+    input_file("machine", file)
     try:
-        return dataclasses.asdict(read_machine(os.path.expanduser(_MACHINE.value)))
+        return dataclasses.asdict(read_machine(os.path.expanduser(file)))
     except (OSError, ValueError) as error:
         raise UsageError(f"--machine cannot be used: {error}") from None
 
@@ -203,13 +197,14 @@ def _main(run: _Run) -> int:
     except ScalingError as error:
         raise command.Failure(str(error)) from None
     print("\n\n".join(curve.table() for curve in curves))
+    options = run.options
     try:
-        if _JSON.value:
+        if options.json:
             found = {curve.name: curve.as_json() for curve in curves}
             about = {"command": run.words, "threads": run.threads}
-            Path(_JSON.value).write_text(json.dumps({**about, **found}, indent=1) + "\n")
-        if _PICTURE.value:
-            picture(Path(_PICTURE.value), curves)
+            Path(options.json).write_text(json.dumps({**about, **found}, indent=1) + "\n")
+        if options.picture:
+            picture(Path(options.picture), curves)
     except (OSError, ImportError) as error:
         raise UsageError(f"The results cannot be written: {error}") from None
     return 0
@@ -221,7 +216,7 @@ def _measure(run: _Run) -> list[Curve]:
     strong: dict[int, list[Job]] = {ranks: [] for ranks in run.ranks}
     weak: dict[int, list[Job]] = {ranks: [] for ranks in run.ranks}
     takes_batch, flops = run.batch is not None, None
-    for number in range(_ROUNDS.value):
+    for number in range(run.options.rounds):
         # The order alternates, so that a slowdown of the machine does not look like a cost of ranks.
         for ranks in run.ranks if number % 2 == 0 else run.ranks[::-1]:
             strong[ranks].append(_job(run, ranks, run.batch, flops))
@@ -277,18 +272,19 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
     Raises:
         ScalingError: The script failed, or has too few steps of `fit`.
     """
+    options = run.options
     settings = Settings(
-        steps=_STEPS.value,
-        warm_up=_WARM_UP.value,
+        steps=options.steps,
+        warm_up=options.warm_up,
         batch=batch,
         machine=run.machine,
         flops=flops,
         cores=None if run.has_devices() else run.threads,
     )
     script = [word.replace("{batch}", str(batch)) for word in run.words]
-    hosts = ["-H", _HOSTS.value] if _HOSTS.value else []
+    hosts = ["-H", options.H] if options.H else []
     words = [sys.executable, "-m", "tfdist.launch.run.main", f"-np={ranks}", *hosts,
-             f"--engine={_ENGINE.value}", "--", sys.executable, "-m",
+             f"--engine={options.engine}", "--", sys.executable, "-m",
              "tfdist.launch.bench.scaling_rank", json.dumps(dataclasses.asdict(settings)), *script]  # fmt: skip
     try:
         done = run_in_session(
@@ -298,11 +294,11 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
             text=True,
             errors="replace",
             env={**os.environ, **_threads(run)},
-            timeout=_TIMEOUT.value,
+            timeout=options.timeout,
         )
     except subprocess.TimeoutExpired:
         raise ScalingError(
-            f"{ranks} ranks did not end within --timeout={_TIMEOUT.value:g} seconds."
+            f"{ranks} ranks did not end within --timeout={options.timeout:g} seconds."
         ) from None
     found = [json.loads(text) for text in _LINE.findall(done.stdout)]
     if len(found) == ranks:
@@ -316,13 +312,13 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
             f"{script[0]} failed on {ranks} ranks with exit code {done.returncode}{said}"
         )
     raise ScalingError(
-        f"{script[0]} did not run {_WARM_UP.value} + {_STEPS.value} steps of a Keras `fit` on {ranks} ranks, "
+        f"{script[0]} did not run {options.warm_up} + {options.steps} steps of a Keras `fit` on {ranks} ranks, "
         "not counting the last batch of each epoch. Train more epochs, or lower --steps and --warm_up."
     )
 
 
 def _threads(run: _Run) -> dict[str, str]:
-    if _HOSTS.value is not None:
+    if run.options.H is not None:
         return {}
     threads = str(run.threads)
     return {
@@ -334,7 +330,7 @@ def _threads(run: _Run) -> dict[str, str]:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-bench scaling [flags]",
     summary="Times the steps of a training on several numbers of ranks, and prints speed-up and efficiency "
     "of strong and weak scaling, with the planner's predictions.",

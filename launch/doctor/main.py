@@ -11,53 +11,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from absl import flags
-
 from tfdist.launch.doctor import engines, hosts, machine, page, software, surroundings
 from tfdist.launch.doctor.findings import Check, run_checks
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import MOST_RANKS_OF_A_HOST, FlagDefiner, refuse, refuse_ignored
+from tfdist.launch.flags.options import define_flags, option, refuse_ignored
+from tfdist.launch.flags.values import MOST_RANKS_OF_A_HOST, refuse
 from tfdist.launch.run import remote, slurm
 from tfdist.launch.run.hosts import Host, is_this_machine, parse_hosts
 from tfdist.runtime import exit_codes
-
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_HOSTS = _define.string("H", "", "Other hosts to check, host1:2,host2:2 [the Slurm allocation]")
-_NP = _define.integer(
-    "np",
-    None,
-    "Number of ranks for this machine [2]",
-    lower_bound=1,
-    upper_bound=MOST_RANKS_OF_A_HOST,
-)
-_FOLDER = _define.string("folder", ".", "Working folder of the ranks")
-_ENGINES = _define.boolean("engines", False, "Test each engine on two ranks, which takes 20 s")
-# Its former name.
-flags.DEFINE_alias("meet", "engines", flag_values=_VALUES)
-_IMPORTS = _define.boolean("imports", True, "Import TensorFlow and its dependents")
-_SECONDS = _define.float(
-    "seconds",
-    30.0,
-    "Seconds for all checks except the test of engines",
-    lower_bound=1.0,
-    upper_bound=3600.0,
-)
-
-_PARAMETERS = _define.float(
-    "parameters",
-    None,
-    "Parameters of a training, to check the links for its gradients",
-    lower_bound=1.0,
-    upper_bound=1e15,
-)
-_STEP_SECONDS = _define.float(
-    "step_seconds",
-    None,
-    "Seconds of its step on a single rank, for --parameters",
-    lower_bound=1e-6,
-    upper_bound=1e6,
-)
 
 _RANKS = 2
 
@@ -68,9 +29,38 @@ def run() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """The options of the program; see the flags of the same names."""
+
+    H: str = option("", "Other hosts to check, host1:2,host2:2 [the Slurm allocation]")
+    np: int | None = option(
+        None, "Number of ranks for this machine [2]", least=1, most=MOST_RANKS_OF_A_HOST
+    )
+    folder: str = option(".", "Working folder of the ranks")
+    engines: bool = option(False, "Test each engine on two ranks, which takes 20 s", former="meet")
+    imports: bool = option(True, "Import TensorFlow and its dependents")
+    seconds: float = option(
+        30.0, "Seconds for all checks except the test of engines", least=1.0, most=3600.0
+    )
+    parameters: float | None = option(
+        None,
+        "Parameters of a training, to check the links for its gradients",
+        least=1.0,
+        most=1e15,
+    )
+    step_seconds: float | None = option(
+        None, "Seconds of its step on a single rank, for --parameters", least=1e-6, most=1e6
+    )
+
+
+_FLAGS = define_flags(DoctorOptions)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Request:
     """A checked command line: other hosts, their shell, this machine's ranks, and the job."""
 
+    options: DoctorOptions
     far: Sequence[Host]
     shell: hosts.Shell
     num_ranks: int
@@ -78,41 +68,43 @@ class _Request:
 
 
 def _check(_: list[str]) -> _Request:
-    if not os.path.isdir(os.path.expanduser(_FOLDER.value)):
-        raise refuse("folder", _FOLDER.value, "an existing folder")
-    in_slurm = not _HOSTS.value and slurm.in_allocation()
-    named = slurm.allocated_hosts() if in_slurm else parse_hosts(_HOSTS.value)
+    options = _FLAGS.read()
+    if not os.path.isdir(os.path.expanduser(options.folder)):
+        raise refuse("folder", options.folder, "an existing folder")
+    in_slurm = not options.H and slurm.in_allocation()
+    named = slurm.allocated_hosts() if in_slurm else parse_hosts(options.H)
     here = sum(host.slots for host in named if is_this_machine(host.name))
     far = [host for host in named if not is_this_machine(host.name)]
-    if not _IMPORTS.value:
-        refuse_ignored(_VALUES, (_ENGINES,), "cannot be combined with --noimports", "--noimports")
-    num_ranks = _NP.value or here or _RANKS
+    if not options.imports:
+        refuse_ignored(options, ["engines"], "cannot be combined with --noimports", "--noimports")
+    num_ranks = options.np or here or _RANKS
     size = num_ranks + sum(host.slots for host in far)
-    return _Request(far, remote.srun if in_slurm else remote.ssh, num_ranks, _job(size, bool(far)))
+    shell = remote.srun if in_slurm else remote.ssh
+    return _Request(options, far, shell, num_ranks, _job(options, size, bool(far)))
 
 
-def _job(ranks: int, has_hosts: bool) -> hosts.Job | None:
+def _job(options: DoctorOptions, ranks: int, has_hosts: bool) -> hosts.Job | None:
     """The training that --parameters and --step_seconds describe."""
-    given = (_PARAMETERS.value, _STEP_SECONDS.value)
-    if given == (None, None):
+    parameters, seconds = options.parameters, options.step_seconds
+    if parameters is None and seconds is None:
         return None
-    if None in given:
+    if parameters is None or seconds is None:
         raise command.UsageError(
             "--parameters and --step_seconds must be given together. Received: "
-            f"--parameters={given[0]} --step_seconds={given[1]}."
+            f"--parameters={parameters} --step_seconds={seconds}."
         )
     if not has_hosts:
         needs = "requires other hosts: -H host1:4,host2:4"
-        refuse_ignored(_VALUES, (_PARAMETERS, _STEP_SECONDS), needs, "no other host")
-    return hosts.Job(*given, ranks)
+        refuse_ignored(options, ["parameters", "step_seconds"], needs, "no other host")
+    return hosts.Job(parameters, seconds, ranks)
 
 
 def _main(request: _Request) -> int:
-    seconds = _SECONDS.value
+    options, seconds = request.options, request.options.seconds
     # Checks that wait have a shorter limit than the page, so that they can report a timeout.
     patience = seconds * 0.8
-    folder = os.path.abspath(os.path.expanduser(_FOLDER.value))
-    trials = software.Trials(patience) if _IMPORTS.value else None
+    folder = os.path.abspath(os.path.expanduser(options.folder))
+    trials = software.Trials(patience) if options.imports else None
     ranks = request.num_ranks
     checks: dict[str, list[tuple[str, Check]]] = {
         "Installed": [
@@ -147,7 +139,7 @@ def _main(request: _Request) -> int:
         ],
     }
     sections = run_checks(checks, seconds)
-    if _ENGINES.value:
+    if options.engines:
         sections.append(engines.section())
     page.print_page(sections, sys.stdout)
     return exit_codes.FAILED if page.has_problems(sections) else 0
@@ -155,7 +147,7 @@ def _main(request: _Request) -> int:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-doctor [flags]",
     summary="Checks the installation, the engines, the machine and the network for known problems, "
     "and prints remedies. Exits with 0 without problems, else with 1.",

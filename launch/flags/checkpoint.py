@@ -1,13 +1,15 @@
-"""The flags of checkpoints: folder, interval and number."""
+"""The options of checkpoints: folder, interval and number."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from typing import Any
 
 from tfdist.checkpoint import directory_lock
-from tfdist.launch.flags.values import YEAR, FlagDefiner, UsageError, folder, refuse, refuse_ignored
+from tfdist.launch.flags.options import option, refuse_ignored
+from tfdist.launch.flags.values import YEAR, UsageError, folder, refuse
 from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.runtime.tf_config import read_tf_config
 from tfdist.utils.checks import LARGEST
@@ -16,44 +18,33 @@ from tfdist.utils.checks import LARGEST
 _RANKS = ("HOROVOD_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
 
 
-class CheckpointFlags:
-    """The flags of a program that saves checkpoints.
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """The options of a program that saves checkpoints; see the flags of the same names."""
 
-    Args:
-        define: The definer of the program's flags.
+    workdir: str | None = option(None, "Folder of the checkpoints; resume from the last")
+    save_every: str = option("auto", "Save interval: 100 (steps), 60s, or auto")
+    keep: int = option(2, "Checkpoints to keep", least=1)
 
-    Attributes:
-        save_every: The flag of the interval.
-        keep: The flag of the number of checkpoints to keep.
-    """
-
-    def __init__(self, define: FlagDefiner):
-        self._values = define.values
-        self._workdir = define.string(
-            "workdir", None, "Folder of the checkpoints; resume from the last"
-        )
-        self.save_every = define.string(
-            "save_every", "auto", "Save interval: 100 (steps), 60s, or auto"
-        )
-        self.keep = define.integer("keep", 2, "Checkpoints to keep", lower_bound=1)
-
-    @property
-    def workdir(self) -> str | None:
-        """Folder of the checkpoints; None for no checkpoints."""
-        return self._workdir.value
-
-    def options(self, *, is_tpu: bool, has_servers: bool = False) -> dict[str, Any]:
-        """The arguments of `Checkpointer` for the interval and the number of checkpoints.
+    def check(self, *, is_tpu: bool, has_servers: bool = False) -> None:
+        """Reject an invalid interval, an unusable folder, and options that would be ignored.
 
         Raises:
             UsageError: A value is invalid, or the folder cannot be used.
         """
+        saving = ("save_every", "keep")
         if has_servers:
             given = "with parameter servers"
-            refuse_ignored(
-                self._values, (self.save_every, self.keep), f"is not supported {given}", given
-            )
-        given = self.save_every.value
+            refuse_ignored(self, saving, f"is not supported {given}", given)
+        self._interval()
+        if self.workdir is None:
+            refuse_ignored(self, saving, "requires --workdir", "alone")
+        else:
+            _check_workdir(self.workdir, is_tpu)
+
+    def _interval(self) -> dict[str, Any]:
+        """The argument of `Checkpointer` for the interval."""
+        given = self.save_every
         found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", given, re.ASCII)
         if found is None:
             raise UsageError(
@@ -67,24 +58,17 @@ class CheckpointFlags:
                 given,
                 f"at most {LARGEST:,} steps, or more than 0 and at most {YEAR:,} seconds",
             )
-        if self.workdir is None:
-            refuse_ignored(
-                self._values, (self.save_every, self.keep), "requires --workdir", "alone"
-            )
-        else:
-            _check_workdir(self.workdir, is_tpu)
-        options: dict[str, Any] = {"keep_last": self.keep.value}
         if auto:
-            return {"every": "auto", **options}
-        interval = {"every_steps": int(steps)} if steps else {"every_seconds": float(seconds)}
-        return {**interval, **options}
+            return {"every": "auto"}
+        return {"every_steps": int(steps)} if steps else {"every_seconds": float(seconds)}
 
-    def callbacks(self, options: dict[str, Any], batch_size: int) -> list:
+    def callbacks(self, batch_size: int) -> list:
         """The callback that saves and resumes; an empty list without a folder."""
         if self.workdir is None:
             return []
         from tfdist.callbacks import Checkpointer
 
+        options = {**self._interval(), "keep_last": self.keep}
         return [Checkpointer(self.workdir, **options, batch_size=batch_size)]
 
     def backups(self) -> list:

@@ -1,48 +1,34 @@
-"""The flags of local steps, between which ranks synchronize their parameters."""
+"""The options of local steps, between which ranks synchronize their parameters."""
 
 from __future__ import annotations
 
-from tfdist.launch.flags.values import FlagDefiner, UsageError, as_given, refuse_ignored
+import dataclasses
+
+from tfdist.launch.flags.options import names, option, refuse_ignored
+from tfdist.launch.flags.values import UsageError
 
 
-class LocalFlags:
-    """The flags of local steps.
+@dataclasses.dataclass(frozen=True)
+class LocalSGDOptions:
+    """The options of local steps; see the flags of the same names."""
 
-    Args:
-        define: The definer of the program's flags.
-
-    Attributes:
-        every: All of the flags.
-    """
-
-    def __init__(self, define: FlagDefiner):
-        self._values = define.values
-        self._sync_every = define.integer(
-            "sync_every", None, "Local steps between synchronizations", lower_bound=1
-        )
-        self._outer = define.enum(
-            "outer", "diloco", ["diloco", "average", "slowmo"], "Outer optimizer"
-        )
-        self._fragments = define.integer(
-            "fragments", 1, "diloco: parts of the parameters to sync in turn", lower_bound=1
-        )
-        self._overlap = define.integer(
-            "overlap", 0, "diloco: steps that overlap with sending a part", lower_bound=0
-        )
-        self._within = define.enum(
-            "sync_within", "none", ["none", "host"], "host: sync within hosts every step"
-        )
-        self.every = (self._sync_every, self._outer, self._fragments, self._overlap, self._within)
+    sync_every: int | None = option(None, "Local steps between synchronizations", least=1)
+    outer: str = option("diloco", "Outer optimizer", choices=("diloco", "average", "slowmo"))
+    fragments: int = option(1, "diloco: parts of the parameters to sync in turn", least=1)
+    overlap: int = option(0, "diloco: steps that overlap with sending a part", least=0)
+    sync_within: str = option(
+        "none", "host: sync within hosts every step", choices=("none", "host")
+    )
 
     @property
     def is_given(self) -> bool:
         """Whether ranks train with local steps."""
-        return self._sync_every.value is not None
+        return self.sync_every is not None
 
     def check(
         self, model: str, *, zero_stage: int, is_tpu: bool, has_servers: bool, divides_tables: bool
     ) -> None:
-        """Check the flags before the rendezvous of the ranks.
+        """Check the options before the rendezvous of the ranks.
 
         Args:
             model: The value of `--model`.
@@ -52,14 +38,12 @@ class LocalFlags:
             divides_tables: Whether embedding tables are sharded over the ranks.
 
         Raises:
-            UsageError: Flags are incompatible.
+            UsageError: Options are incompatible.
         """
-        given = as_given(self._values, [self._sync_every])
-        if self._sync_every.value is None:
-            refuse_ignored(
-                self._values, self.every, "requires --sync_every", "without --sync_every"
-            )
+        if self.sync_every is None:
+            refuse_ignored(self, names(self), "requires --sync_every", "without --sync_every")
             return
+        given = f"--sync_every={self.sync_every}"
         if is_tpu:
             raise UsageError(
                 f"--sync_every is not supported on a TPU. Received: {given} --strategy=tpu."
@@ -78,39 +62,36 @@ class LocalFlags:
                 "--sync_every requires --zero_stage=0, because ZeRO cannot shard state that differs between "
                 f"ranks. Received: {given} --zero_stage={zero_stage}."
             )
-        if self._outer.value != "diloco":
-            given = f"--outer={self._outer.value}"
-            refuse_ignored(
-                self._values, (self._fragments, self._overlap), "requires --outer=diloco", given
-            )
-        elif self._sync_every.value % self._fragments.value:
+        if self.outer != "diloco":
+            of_diloco = ("fragments", "overlap")
+            refuse_ignored(self, of_diloco, "requires --outer=diloco", f"--outer={self.outer}")
+        elif self.sync_every % self.fragments:
             raise UsageError(
                 "--sync_every must be a multiple of --fragments. Received: "
-                f"--fragments={self._fragments.value} {given}."
+                f"--fragments={self.fragments} {given}."
             )
-        between = self._sync_every.value // self._fragments.value
-        if self._overlap.value >= between:
+        between = self.sync_every // self.fragments
+        if self.overlap >= between:
             raise UsageError(
                 f"--overlap must be less than --sync_every divided by --fragments, which is {between}. "
-                f"Received: --overlap={self._overlap.value}."
+                f"Received: --overlap={self.overlap}."
             )
 
     def around(self, optimizer):
-        """Wrap the optimizer of a task by that of the flags."""
+        """Wrap the optimizer of a task by that of the options."""
         from tfdist.addons.slow_links import DiLoCo, LocalSGD, SlowMo
 
-        sync_every = self._sync_every.value
-        if sync_every is None:
+        if self.sync_every is None:
             return optimizer
-        within = None if self._within.value == "none" else self._within.value
-        if self._outer.value == "average":
-            return LocalSGD(optimizer, sync_every, within=within)
-        if self._outer.value == "slowmo":
-            return SlowMo(optimizer, sync_every, within=within)
+        within = None if self.sync_within == "none" else self.sync_within
+        if self.outer == "average":
+            return LocalSGD(optimizer, self.sync_every, within=within)
+        if self.outer == "slowmo":
+            return SlowMo(optimizer, self.sync_every, within=within)
         return DiLoCo(
             optimizer,
-            sync_every,
-            fragments=self._fragments.value,
-            overlap=self._overlap.value,
+            self.sync_every,
+            fragments=self.fragments,
+            overlap=self.overlap,
             within=within,
         )

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfdist.launch.flags.values import (
-    MOST_RANKS,
-    FlagDefiner,
-    UsageError,
-    as_given,
-    refuse,
-    refuse_ignored,
-)
+from tfdist.launch.flags.options import as_given, names, option, refuse_ignored
+from tfdist.launch.flags.values import MOST_RANKS, UsageError, refuse
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES, check_arguments
+
+_OF_PIPELINES = ("num_microbatches", "schedule", "chunks", "cut")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,112 +74,68 @@ class Layout:
         return given
 
 
-class MeshFlags:
-    """The flags of a program for its mesh and pipeline.
+@dataclasses.dataclass(frozen=True)
+class MeshOptions:
+    """The options of the mesh, of the pipeline, and the ZeRO stage; see the flags of the same names."""
 
-    Args:
-        define: The definer of the program's flags.
-
-    Attributes:
-        zero: The flag of the ZeRO stage.
-        mesh: The other flags.
-    """
-
-    def __init__(self, define: FlagDefiner):
-        self._values = define.values
-        self._data = define.integer(
-            "data",
-            -1,
-            "Ranks of the data axis; -1: inferred from the world size",
-            lower_bound=-1,
-            upper_bound=MOST_RANKS,
-        )
-        self._expert = define.integer(
-            "expert",
-            1,
-            "Ranks of the expert axis, which split experts and rows",
-            lower_bound=1,
-            upper_bound=MOST_RANKS,
-        )
-        self._tensor = define.integer(
-            "tensor",
-            1,
-            "Ranks of the tensor axis, which split layers",
-            lower_bound=1,
-            upper_bound=MOST_RANKS,
-        )
-        self._context = define.integer(
-            "context",
-            1,
-            "Ranks of the context axis, which split sequences",
-            lower_bound=1,
-            upper_bound=MOST_RANKS,
-        )
-        self._pipeline = define.integer(
-            "pipeline",
-            1,
-            "Ranks of the pipeline axis, which hold the stages",
-            lower_bound=1,
-            upper_bound=MOST_RANKS,
-        )
-        self._order = define.list(
-            "mesh_order", list(DEFAULT_ORDER), "Mesh axes, slowest-varying first"
-        )
-        self._microbatches = define.integer(
-            "num_microbatches", None, "Micro-batches of a pipeline [4 per stage]", lower_bound=1
-        )
-        self._schedule = define.enum("schedule", "1f1b", list(SCHEDULES), "Pipeline schedule")
-        self._chunks = define.integer(
-            "chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1
-        )
-        self._cut = define.string(
-            "cut", "even", "Pipeline stages: even, cyclic, or layers per stage, 3,4"
-        )
-        self.zero = define.integer(
-            "zero_stage",
-            0,
-            "Shard: 1 optimizer state, 2 gradients, 3 parameters",
-            lower_bound=0,
-            upper_bound=3,
-        )
-        self._of_pipelines = (self._microbatches, self._schedule, self._chunks, self._cut)
-        axes = (self._data, self._expert, self._tensor, self._context, self._pipeline)
-        self.mesh = (*axes, self._order, *self._of_pipelines)
+    data: int = option(
+        -1, "Ranks of the data axis; -1: inferred from the world size", least=-1, most=MOST_RANKS
+    )
+    expert: int = option(
+        1, "Ranks of the expert axis, which split experts and rows", least=1, most=MOST_RANKS
+    )
+    tensor: int = option(
+        1, "Ranks of the tensor axis, which split layers", least=1, most=MOST_RANKS
+    )
+    context: int = option(
+        1, "Ranks of the context axis, which split sequences", least=1, most=MOST_RANKS
+    )
+    pipeline: int = option(
+        1, "Ranks of the pipeline axis, which hold the stages", least=1, most=MOST_RANKS
+    )
+    mesh_order: tuple[str, ...] = option(DEFAULT_ORDER, "Mesh axes, slowest-varying first")
+    num_microbatches: int | None = option(
+        None, "Micro-batches of a pipeline [4 per stage]", least=1
+    )
+    schedule: str = option("1f1b", "Pipeline schedule", choices=SCHEDULES)
+    chunks: int | None = option(None, "Stages per rank, for interleaved [2]", least=1)
+    cut: str = option("even", "Pipeline stages: even, cyclic, or layers per stage, 3,4")
+    zero_stage: int = option(
+        0, "Shard: 1 optimizer state, 2 gradients, 3 parameters", least=0, most=3
+    )
 
     def layout(self) -> Layout:
-        """The layout of the flags.
+        """The layout of the options.
 
         Raises:
-            UsageError: Flags are incompatible.
+            UsageError: Options are incompatible.
         """
-        data, pipeline = self._data.value, self._pipeline.value
-        schedule, chunks = self._schedule.value, self._chunks.value
+        pipeline = self.pipeline
         if pipeline == 1:
-            refuse_ignored(self._values, self._of_pipelines, "requires a pipeline", "--pipeline=1")
-        if data != -1 and data < 1:
-            raise refuse("data", data, "at least 1, or -1 to infer it from the world size")
-        microbatches = self._microbatches.value or (4 * pipeline if pipeline > 1 else 1)
-        order = tuple(self._order.value)
+            refuse_ignored(self, _OF_PIPELINES, "requires a pipeline", "--pipeline=1")
+        if not self.data:
+            raise refuse("data", self.data, "at least 1, or -1 to infer it from the world size")
+        microbatches = self.num_microbatches or (4 * pipeline if pipeline > 1 else 1)
         try:
             mesh = Mesh(
-                data=data,
-                expert=self._expert.value,
-                context=self._context.value,
+                data=self.data,
+                expert=self.expert,
+                context=self.context,
                 pipeline=pipeline,
-                tensor=self._tensor.value,
-                order=order,
+                tensor=self.tensor,
+                order=self.mesh_order,
             )
-            check_arguments(schedule, pipeline, microbatches, chunks)
+            check_arguments(self.schedule, pipeline, microbatches, self.chunks)
         except ValueError as error:
-            given = as_given(self._values, self.mesh)
+            given = as_given(self, names(self, without=["zero_stage"]))
             raise UsageError(f"{given} is not supported: {error}") from error
         return Layout(
             mesh,
             num_microbatches=microbatches,
-            schedule=schedule,
-            chunks=chunks,
-            cut=_cut(self._cut.value),
-            zero_stage=self.zero.value,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            cut=_cut(self.cut),
+            zero_stage=self.zero_stage,
         )
 
 

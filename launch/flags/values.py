@@ -1,4 +1,4 @@
-"""Definition and checks of flags by their type, and of flags that name files and folders.
+"""Checks of flags by their type, and of flags that name files and folders.
 
 absl accepts any text, and NaN despite bounds. Each check raises a `UsageError` of one line that names
 the flag and shows the value.
@@ -6,11 +6,10 @@ the flag and shows the value.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -28,47 +27,6 @@ _MOST_CHARACTERS = 100_000
 
 class UsageError(TfdistError):
     """An invalid request of the user, with a one-line message and a remedy."""
-
-
-class FlagDefiner:
-    """absl's `DEFINE_` functions, for the flags of one program.
-
-    Attributes:
-        values: The program's flags.
-    """
-
-    def __init__(self, values: flags.FlagValues):
-        self.values = values
-        self.boolean = functools.partial(flags.DEFINE_boolean, flag_values=values)
-        self.enum = functools.partial(flags.DEFINE_enum, flag_values=values)
-        self.float = functools.partial(flags.DEFINE_float, flag_values=values)
-        self.integer = functools.partial(flags.DEFINE_integer, flag_values=values)
-        self.list = functools.partial(flags.DEFINE_list, flag_values=values)
-        self.string = functools.partial(flags.DEFINE_string, flag_values=values)
-
-    def count_or_auto(self, name: str, text: str, most: int) -> flags.FlagHolder:
-        """Define a count from 1 to `most`, or the word "auto"; the help explains both."""
-        return flags.DEFINE(
-            _CountParser(lower_bound=1, upper_bound=most),
-            name,
-            None,
-            text,
-            flag_values=self.values,
-            serializer=flags.ArgumentSerializer(),
-        )
-
-    def repeated(self, name: str, text: str) -> flags.FlagHolder:
-        """Define a text flag that may be repeated; the help mentions it."""
-        holder = flags.DEFINE_multi_string(name, None, text, flag_values=self.values)
-        self.values[name].help = f"{text}; may be repeated"
-        return holder
-
-
-class _CountParser(flags.IntegerParser):
-    """Parse a number within bounds, or "auto"."""
-
-    def parse(self, argument: Any) -> Any:
-        return argument if argument == "auto" else super().parse(argument)
 
 
 def refuse(flag: str, value: Any, meaning: str) -> UsageError:
@@ -115,22 +73,6 @@ def _check_text(name: str, text: str) -> None:
         raise refuse(name, text, "a text in UTF-8 without control characters")
     if len(text) > _MOST_CHARACTERS:
         raise refuse(name, text, f"a text of at most {_MOST_CHARACTERS:,} characters")
-
-
-def as_given(values: flags.FlagValues, some: Iterable[flags.FlagHolder]) -> str:
-    """Those of the given flags that are on the command line, as text."""
-    return " ".join(values[flag.name].serialize() for flag in some if flag.present)
-
-
-def refuse_ignored(
-    values: flags.FlagValues, some: Iterable[flags.FlagHolder], why: str, received: str
-) -> None:
-    """Reject flags that would be ignored with `received`; `why` is the predicate of the message."""
-    for flag in some:
-        if flag.present:
-            raise UsageError(
-                f"--{flag.name} {why}. Received: {as_given(values, [flag])} {received}."
-            )
 
 
 def folder(flag: str, path: str) -> None:

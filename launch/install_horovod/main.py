@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
 
-from absl import flags
-
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import FlagDefiner, folder, refuse_ignored
+from tfdist.launch.flags.options import define_flags, names, option, refuse_ignored
+from tfdist.launch.flags.values import folder
 from tfdist.launch.install_horovod.build import HOROVOD_VERSION, BuildError, install, prove
 from tfdist.launch.install_horovod.prerequisites import BuildOptions, PrerequisiteError
 from tfdist.launch.signals import exit_on_signals
 
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_MPI = _define.boolean("mpi", False, "Build with the installed MPI in addition to Gloo")
-_GPU_OPERATIONS = _define.enum(
-    "gpu_operations", "none", ["none", "nccl"], "Library for collectives on NVIDIA GPUs; untested"
-)
-_CACHE_DIR = _define.string("cache_dir", "~/.cache/tfdist/wheels", "Folder of cached wheels")
-_FORCE = _define.boolean("force", False, "Build even if a wheel is cached")
-_CHECK = _define.boolean("check", False, "Only test the installed Horovod")
+
+@dataclasses.dataclass(frozen=True)
+class InstallOptions:
+    """The options of the program; see the flags of the same names."""
+
+    mpi: bool = option(False, "Build with the installed MPI in addition to Gloo")
+    gpu_operations: str = option(
+        "none", "Library for collectives on NVIDIA GPUs; untested", choices=("none", "nccl")
+    )
+    cache_dir: str = option("~/.cache/tfdist/wheels", "Folder of cached wheels")
+    force: bool = option(False, "Build even if a wheel is cached")
+    check: bool = option(False, "Only test the installed Horovod")
+
+
+_FLAGS = define_flags(InstallOptions)
 
 
 def run() -> None:
@@ -30,23 +36,25 @@ def run() -> None:
     PROGRAM.run()
 
 
-def _check(_: list[str]) -> None:
-    if _CHECK.value:
-        building = (_MPI, _GPU_OPERATIONS, _CACHE_DIR, _FORCE)
+def _check(_: list[str]) -> InstallOptions:
+    options = _FLAGS.read()
+    if options.check:
+        building = names(InstallOptions, without=["check"])
         why = "cannot be combined with --check, which builds nothing"
-        refuse_ignored(_VALUES, building, why, "--check")
-    folder("cache_dir", _CACHE_DIR.value)
+        refuse_ignored(options, building, why, "--check")
+    folder("cache_dir", options.cache_dir)
+    return options
 
 
-def _main(_: None) -> int:
+def _main(options: InstallOptions) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    options = BuildOptions(mpi=_MPI.value, gpu_operations=_GPU_OPERATIONS.value)
+    build = BuildOptions(mpi=options.mpi, gpu_operations=options.gpu_operations)
     try:
         with exit_on_signals():
-            if _CHECK.value:
+            if options.check:
                 prove()
             else:
-                install(options, Path(_CACHE_DIR.value), force=_FORCE.value)
+                install(build, Path(options.cache_dir), force=options.force)
         return 0
     except PrerequisiteError as error:
         said = "MultiWorkerStrategy does not require Horovod."
@@ -63,7 +71,7 @@ def _main(_: None) -> int:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-install-horovod [flags]",
     summary=f"Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow, installs it, and tests it "
     "with an all-reduce on two ranks. Requires a C++ compiler, CMake and make.",

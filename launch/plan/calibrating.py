@@ -17,25 +17,20 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from absl import flags
 
 from tfdist.addons.planner import Layout, Link, Machine, Transformer, estimate
 from tfdist.addons.planner.calibration import write_machine
 from tfdist.addons.planner.memory import kept_bytes
 from tfdist.addons.planner.parts import count_parameters, forward_flops
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import FlagDefiner, UsageError, output_file, refuse
+from tfdist.launch.flags.options import define_flags, option
+from tfdist.launch.flags.values import UsageError, output_file, refuse
 from tfdist.launch.plan import trials
 from tfdist.launch.run.num_ranks import count_cores
 from tfdist.runtime.rendezvous import ENGINES
 from tfdist.testing import RankPool
 from tfdist.utils.quantities import as_bytes
 
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_OUTPUT = _define.string("output", "machine.json", "File to write")
-_RANKS = _define.integer("ranks", 2, "Number of ranks to start", lower_bound=2, upper_bound=64)
-_ENGINE = _define.enum("engine", "auto", ["auto", "horovod", "tensorflow"], "Engine")
 _MEMORY_SHARE = 0.9
 
 #: The models that each rank trains separately: layers, width, rows. Many small layers separate the overhead
@@ -61,6 +56,18 @@ _BUSY_STEPS = 12
 _SIZES = [4096, 1 << 20, 1 << 22]
 #: The relative error margin of memory, above all errors in tfdist/addons/planner/README.md.
 _MEMORY_MARGIN = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateOptions:
+    """The options of `calibrate`; see the flags of the same names."""
+
+    output: str = option("machine.json", "File to write")
+    ranks: int = option(2, "Number of ranks to start", least=2, most=64)
+    engine: str = option("auto", "Engine", choices=("auto", "horovod", "tensorflow"))
+
+
+_FLAGS = define_flags(CalibrateOptions)
 
 
 def _model(layers: int, width: int) -> Transformer:
@@ -281,21 +288,23 @@ def link_of(sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> Link:
     return Link(max(float(start), 1e-7), 1 / max(float(slope), 1e-13))
 
 
-def _check(_: list[str]) -> str:
-    output_file("output", _OUTPUT.value, (".json",))
-    if _RANKS.value % 2:
-        raise refuse("ranks", _RANKS.value, "an even number")
-    return _ENGINE.value
+def _check(_: list[str]) -> CalibrateOptions:
+    options = _FLAGS.read()
+    output_file("output", options.output, (".json",))
+    if options.ranks % 2:
+        raise refuse("ranks", options.ranks, "an even number")
+    return options
 
 
-def _main(engine: str) -> int:
+def _main(options: CalibrateOptions) -> int:
+    engine = options.engine
     if engine == "auto":
         engine = next(name for name in ("horovod", "tensorflow") if _is_there(name))
     if engine not in ENGINES or not _is_there(engine):
         raise UsageError(f"--engine={engine} is not installed. Run tfdist-install-horovod.")
     begin = time.perf_counter()
-    machine = measure_machine(_RANKS.value, engine)
-    write_machine(_OUTPUT.value, machine)
+    machine = measure_machine(options.ranks, engine)
+    write_machine(options.output, machine)
     print(
         f"{1e-9 * machine.flops['float32']:,.1f} GFLOP/s and "
         f"{1e-9 * machine.memory_bandwidth:,.2f} GB/s per rank; overheads of {1e3 * machine.step_seconds:.1f} "
@@ -306,8 +315,8 @@ def _main(engine: str) -> int:
         f"the requested bytes."
     )
     print(
-        f"Written to {_OUTPUT.value} in {time.perf_counter() - begin:.0f} s: "
-        f"tfdist-plan --machine={_OUTPUT.value}",
+        f"Written to {options.output} in {time.perf_counter() - begin:.0f} s: "
+        f"tfdist-plan --machine={options.output}",
         file=sys.stderr,
     )
     return 0
@@ -321,7 +330,7 @@ def _is_there(engine: str) -> bool:
 
 CALIBRATE = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-plan calibrate [flags]",
     summary="Measures this machine in two minutes, and writes the results to a file.",
     check=_check,

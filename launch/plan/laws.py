@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from absl import flags
 from tabulate import tabulate
 
 from tfdist.addons.planner import goodput, laws
 from tfdist.addons.planner.quantities import as_count, as_seconds
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import (
-    MOST_RANKS,
-    FlagDefiner,
-    UsageError,
-    input_file,
-    refuse,
-    refuse_ignored,
-)
+from tfdist.launch.flags.options import define_flags, option, refuse_ignored
+from tfdist.launch.flags.values import MOST_RANKS, UsageError, input_file, refuse
 
 _MOST_LINES = 100_000
 
@@ -32,10 +27,17 @@ def _shown(found: laws.Range, show=as_count) -> str:
 
 # --- fit ---------------------------------------------------------------------------------------
 
-_FIT_VALUES = flags.FlagValues()
-_FIT_FLOPS = FlagDefiner(_FIT_VALUES).float(
-    "flops", None, "Training FLOPs to find the optimum for", lower_bound=1.0, upper_bound=1e40
-)
+
+@dataclasses.dataclass(frozen=True)
+class FitOptions:
+    """The options of `fit`; see the flags of the same names."""
+
+    flops: float | None = option(
+        None, "Training FLOPs to find the optimum for", least=1.0, most=1e40
+    )
+
+
+_FIT = define_flags(FitOptions)
 
 
 def _check_fit(words: list[str]) -> list[dict[str, float]]:
@@ -100,8 +102,9 @@ def _fit(runs: Sequence[dict[str, float]]) -> int:
     for name, deviation in zip(("E", "ln A", "ln B", "alpha", "beta"), errors, strict=True):
         print(f"standard error of {name}: {deviation:.3g}")
     spent = max(6 * n * d for n, d in zip(columns["parameters"], columns["tokens"], strict=True))
-    _print_optimum(law, _FIT_FLOPS.value or 10 * spent)
-    if _FIT_FLOPS.value is not None and _FIT_FLOPS.value > 100 * spent:
+    flops = _FIT.read().flops
+    _print_optimum(law, flops or 10 * spent)
+    if flops is not None and flops > 100 * spent:
         print(f"Extrapolated: the largest run had {as_count(spent)} FLOPs.")
     return 0
 
@@ -116,7 +119,7 @@ def _print_optimum(law: laws.Law, flops: float) -> None:
 
 FIT = command.Program(
     _fit,
-    _FIT_VALUES,
+    _FIT.values,
     usage="tfdist-plan fit [flags] FILE...",
     summary="Fits a scaling law to runs: lines of JSON with parameters, tokens and loss; or Amdahl's "
     "law to lines with ranks and seconds.",
@@ -127,49 +130,53 @@ FIT = command.Program(
 
 # --- optimum -----------------------------------------------------------------------------------
 
-_OPTIMUM_VALUES = flags.FlagValues()
-_define = FlagDefiner(_OPTIMUM_VALUES)
-_FLOPS = _define.float("flops", None, "Training FLOPs", lower_bound=1.0, upper_bound=1e40)
-_PARAMETERS = _define.float(
-    "parameters",
-    None,
-    "Parameters of a model; of a mixture of experts the active ones",
-    lower_bound=1.0,
-    upper_bound=1e18,
-)
-_TOKENS = _define.float(
-    "tokens",
-    None,
-    "Training tokens [the optimal number]",
-    lower_bound=1.0,
-    upper_bound=1e18,
-)
+
+@dataclasses.dataclass(frozen=True)
+class OptimumOptions:
+    """The options of `optimum`; see the flags of the same names."""
+
+    flops: float | None = option(None, "Training FLOPs", least=1.0, most=1e40)
+    parameters: float | None = option(
+        None,
+        "Parameters of a model; of a mixture of experts the active ones",
+        least=1.0,
+        most=1e18,
+    )
+    tokens: float | None = option(
+        None, "Training tokens [the optimal number]", least=1.0, most=1e18
+    )
 
 
-def _check_optimum(_: list[str]) -> None:
-    if (_FLOPS.value is None) == (_PARAMETERS.value is None):
+_OPTIMUM = define_flags(OptimumOptions)
+
+
+def _check_optimum(_: list[str]) -> OptimumOptions:
+    options = _OPTIMUM.read()
+    if (options.flops is None) == (options.parameters is None):
         raise UsageError(
             "tfdist-plan optimum requires either --flops or --parameters. Received: "
-            f"--flops={_FLOPS.value}, --parameters={_PARAMETERS.value}."
+            f"--flops={options.flops}, --parameters={options.parameters}."
         )
-    if _PARAMETERS.value is None:
-        refuse_ignored(_OPTIMUM_VALUES, (_TOKENS,), "requires --parameters", "--flops")
+    if options.parameters is None:
+        refuse_ignored(options, ["tokens"], "requires --parameters", "--flops")
+    return options
 
 
-def _optimum(_: None) -> int:
-    if _PARAMETERS.value is not None and _TOKENS.value is not None:
-        flops = laws.training_flops(_PARAMETERS.value, _TOKENS.value)
-        _print_losses(_PARAMETERS.value, _TOKENS.value)
-    elif _PARAMETERS.value is not None:
-        tokens = laws.CHINCHILLA.tokens_for(_PARAMETERS.value)
-        flops = laws.training_flops(_PARAMETERS.value, tokens)
+def _optimum(options: OptimumOptions) -> int:
+    parameters = options.parameters
+    if parameters is not None and options.tokens is not None:
+        flops = laws.training_flops(parameters, options.tokens)
+        _print_losses(parameters, options.tokens)
+    elif parameters is not None:
+        tokens = laws.CHINCHILLA.tokens_for(parameters)
+        flops = laws.training_flops(parameters, tokens)
         print(
-            f"{as_count(_PARAMETERS.value)} parameters are optimal for {as_count(flops)} FLOPs, with "
+            f"{as_count(parameters)} parameters are optimal for {as_count(flops)} FLOPs, with "
             f"{as_count(tokens)} tokens."
         )
-        _print_losses(_PARAMETERS.value, tokens)
+        _print_losses(parameters, tokens)
     else:
-        flops = _FLOPS.value
+        flops = options.flops or 0.0
         n, d = laws.kaplan_optimum(flops)
         print(
             f"Kaplan et al. 2020: {as_count(n)} parameters, {as_count(d)} tokens, loss "
@@ -204,7 +211,7 @@ def _print_losses(n: float, d: float) -> None:
 
 OPTIMUM = command.Program(
     _optimum,
-    _OPTIMUM_VALUES,
+    _OPTIMUM.values,
     usage="tfdist-plan optimum [flags]",
     summary="Computes the optimal sizes of a model and its data for a number of training FLOPs.",
     check=_check_optimum,
@@ -213,45 +220,47 @@ OPTIMUM = command.Program(
 
 # --- goodput -----------------------------------------------------------------------------------
 
-_GOODPUT_VALUES = flags.FlagValues()
-_of_failures = FlagDefiner(_GOODPUT_VALUES)
-_RANKS = _of_failures.integer("ranks", 8, "Ranks of the job", lower_bound=1, upper_bound=MOST_RANKS)
-_MTBF = _of_failures.float(
-    "mtbf_hours", 50_000.0, "Hours between failures of a rank", lower_bound=1e-3, upper_bound=1e9
-)
-_SAVE = _of_failures.float(
-    "save_seconds", 30.0, "Seconds that a save blocks training", lower_bound=1e-3, upper_bound=1e6
-)
-_RESTART = _of_failures.float(
-    "restart_seconds",
-    300.0,
-    "Seconds from a failure to the next step",
-    lower_bound=0.0,
-    upper_bound=1e6,
-)
-_INTERVAL = _of_failures.string("interval", None, "Seconds between saves [the best]")
 
+@dataclasses.dataclass(frozen=True)
+class GoodputOptions:
+    """The options of `goodput`; see the flags of the same names."""
 
-def _check_goodput(_: list[str]) -> float | None:
-    if _INTERVAL.value is None:
-        return None
-    try:
-        seconds = float(_INTERVAL.value)
-    except ValueError:
-        seconds = 0.0
-    if not 1e-3 <= seconds <= 1e9:
-        raise refuse("interval", _INTERVAL.value, "a number of seconds from 0.001 to 1e9")
-    return seconds
-
-
-def _goodput(interval: float | None) -> int:
-    found = goodput.goodput(
-        _RANKS.value,
-        mtbf_hours=_MTBF.value,
-        save_seconds=_SAVE.value,
-        restart_seconds=_RESTART.value,
-        interval=interval,
+    ranks: int = option(8, "Ranks of the job", least=1, most=MOST_RANKS)
+    mtbf_hours: float = option(50_000.0, "Hours between failures of a rank", least=1e-3, most=1e9)
+    save_seconds: float = option(30.0, "Seconds that a save blocks training", least=1e-3, most=1e6)
+    restart_seconds: float = option(
+        300.0, "Seconds from a failure to the next step", least=0.0, most=1e6
     )
+    interval: str | None = option(None, "Seconds between saves [the best]")
+
+    def seconds(self) -> float | None:
+        """The seconds between saves; None for the best.
+
+        Raises:
+            UsageError: The interval is not a number within bounds.
+        """
+        if self.interval is None:
+            return None
+        try:
+            seconds = float(self.interval)
+        except ValueError:
+            seconds = 0.0
+        if not 1e-3 <= seconds <= 1e9:
+            raise refuse("interval", self.interval, "a number of seconds from 0.001 to 1e9")
+        return seconds
+
+
+_GOODPUT = define_flags(GoodputOptions)
+
+
+def _check_goodput(_: list[str]) -> dict[str, Any]:
+    """The arguments of `goodput`."""
+    options = _GOODPUT.read()
+    return {**dataclasses.asdict(options), "interval": options.seconds()}
+
+
+def _goodput(arguments: dict[str, Any]) -> int:
+    found = goodput.goodput(**arguments)
     rows = [
         ("time between failures of the job", as_seconds(found.mtbf)),
         ("time of training between saves", as_seconds(found.interval)),
@@ -266,7 +275,7 @@ def _goodput(interval: float | None) -> int:
 
 GOODPUT = command.Program(
     _goodput,
-    _GOODPUT_VALUES,
+    _GOODPUT.values,
     usage="tfdist-plan goodput [flags]",
     summary="Computes the best checkpoint interval, and the share of a job's time for training.",
     check=_check_goodput,

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from absl import flags
-
 from tfdist.addons.planner import Limits, Machine, Plan, Transformer, plan
 from tfdist.addons.planner.choice import summary
 from tfdist.addons.planner.layouts import OPTIMIZERS, PRECISIONS
@@ -18,31 +16,34 @@ from tfdist.addons.planner.pictures import save_picture
 from tfdist.addons.planner.programs import code, command_line, refusal
 from tfdist.addons.planner.requirements import requirement, table
 from tfdist.launch.flags import command
-from tfdist.launch.flags.values import FlagDefiner, UsageError, output_file
+from tfdist.launch.flags.options import define_flags, option
+from tfdist.launch.flags.values import UsageError, output_file
 from tfdist.launch.plan.calibrating import CALIBRATE
-from tfdist.launch.plan.flags import MachineFlags, ModelFlags
 from tfdist.launch.plan.laws import FIT, GOODPUT, OPTIMUM
+from tfdist.launch.plan.options import SIZES, MachineOptions, ModelOptions
 from tfdist.mesh import Mesh
 
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_MODEL = ModelFlags(_define)
-_MACHINE = MachineFlags(_define)
-_BATCH_SIZE = _define.integer(
-    "batch_size", None, "Samples per update [4 per rank]", lower_bound=1, upper_bound=1 << 24
-)
-_DTYPE = _define.enum(
-    "dtype",
-    None,
-    list(PRECISIONS),
-    "Dtype policy [mixed 16-bit, if the machine supports it]",
-)
-_OPTIMIZER = _define.enum("optimizer", "adam", list(OPTIMIZERS), "Optimizer")
-_BEST = _define.integer("best", 3, "Number of layouts to show", lower_bound=1, upper_bound=100)
-_PICTURE = _define.string("picture", None, "File for a plot of the layouts (.png, .svg, .pdf)")
 _MESH = Mesh()
 #: The supported formats of plots, by suffix.
 _PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """The options of the program; see the flags of the same names, and the options of each subject."""
+
+    model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
+    machine: MachineOptions = dataclasses.field(default_factory=MachineOptions)
+    batch_size: int | None = option(None, "Samples per update [4 per rank]", least=1, most=1 << 24)
+    dtype: str | None = option(
+        None, "Dtype policy [mixed 16-bit, if the machine supports it]", choices=PRECISIONS
+    )
+    optimizer: str = option("adam", "Optimizer", choices=OPTIMIZERS)
+    best: int = option(3, "Number of layouts to show", least=1, most=100)
+    picture: str | None = option(None, "File for a plot of the layouts (.png, .svg, .pdf)")
+
+
+_FLAGS = define_flags(PlanOptions)
 
 
 def run() -> None:
@@ -53,10 +54,11 @@ def run() -> None:
     _LAYOUT.run(sys.argv)
 
 
-def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
-    found, ranks = _MACHINE.machine()
-    limits = Limits(dtype=_DTYPE.value or _fastest(found), optimizer=_OPTIMIZER.value)
-    if _MODEL.is_kerashub_preset:
+def _check(_: list[str]) -> tuple[PlanOptions, Transformer, Machine, int, Limits]:
+    options = _FLAGS.read()
+    found, ranks = options.machine.read()
+    limits = Limits(dtype=options.dtype or _fastest(found), optimizer=options.optimizer)
+    if options.model.is_kerashub_preset:
         # The options that tfdist-finetune supports for KerasHub's layers.
         limits = dataclasses.replace(
             limits,
@@ -69,9 +71,9 @@ def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
             f"--dtype={limits.dtype} is not supported by {found.name}, which has rates for "
             f"{', '.join(found.flops)}."
         )
-    if _PICTURE.value is not None:
-        output_file("picture", _PICTURE.value, _PICTURES)
-    return _MODEL.model(), found, ranks, _BATCH_SIZE.value or 4 * ranks, limits
+    if options.picture is not None:
+        output_file("picture", options.picture, _PICTURES)
+    return options, options.model.model(), found, ranks, limits
 
 
 def _fastest(found: Machine) -> str:
@@ -82,11 +84,12 @@ def _fastest(found: Machine) -> str:
     return "float32"
 
 
-def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
-    model, found, ranks, batch, limits = checked
+def _main(checked: tuple[PlanOptions, Transformer, Machine, int, Limits]) -> int:
+    options, model, found, ranks, limits = checked
+    batch = options.batch_size or 4 * ranks
     try:
         chosen = plan(
-            model, found, global_batch=batch, ranks=ranks, limits=limits, best=_BEST.value
+            model, found, global_batch=batch, ranks=ranks, limits=limits, best=options.best
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -102,30 +105,30 @@ def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
     if why := refusal(chosen.best[0].layout):
         print(f"\n{why}")
     else:
-        _print_programs(model, chosen, batch)
-    if _PICTURE.value is not None:
+        _print_programs(options.model, model, chosen, batch)
+    if options.picture is not None:
         try:
-            save_picture(chosen, _PICTURE.value)
+            save_picture(chosen, options.picture)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"--picture={_PICTURE.value} could not be written: {error}") from None
+            raise UsageError(f"--picture={options.picture} could not be written: {error}") from None
     return 0
 
 
-def _print_programs(model: Transformer, chosen: Plan, batch: int) -> None:
-    preset = _MODEL.preset.value if _MODEL.is_kerashub_preset else None
+def _print_programs(options: ModelOptions, model: Transformer, chosen: Plan, batch: int) -> None:
+    preset = options.preset if options.is_kerashub_preset else None
     for place, each in enumerate(chosen.best, 1):
-        line = command_line(_MODEL.command(model), each.layout, global_batch=batch)
+        line = command_line(options.command(model), each.layout, global_batch=batch)
         lines = code(model, each.layout, global_batch=batch, preset=preset)
         print(f"\n{place}. {line}\n\n{lines}")
 
 
 _LAYOUT = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-plan [calibrate|fit|goodput|optimum] [flags]",
     summary="Finds the layouts that train a transformer fastest, and prints their cost.",
     check=_check,
-    folded={"for a model by sizes": [flag.name for flag in _MODEL.sizes]},
+    folded={"for a model by sizes": SIZES},
 )
 
 PROGRAMS = {

@@ -13,18 +13,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from absl import flags
-
 from tfdist.launch.flags import command
 from tfdist.launch.flags.completion import SHELLS, script
-from tfdist.launch.flags.values import (
-    MOST_RANKS,
-    MOST_RANKS_OF_A_HOST,
-    YEAR,
-    FlagDefiner,
-    refuse,
-    refuse_ignored,
-)
+from tfdist.launch.flags.options import define_flags, option, refuse_ignored
+from tfdist.launch.flags.values import MOST_RANKS, MOST_RANKS_OF_A_HOST, YEAR, refuse
 from tfdist.launch.run import remote, slurm
 from tfdist.launch.run.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_hosts
 from tfdist.launch.run.num_ranks import MEANT_RANKS, count_gpus, ranks_of_this_machine
@@ -36,73 +28,6 @@ from tfdist.runtime.lock_owner import JOB
 from tfdist.runtime.recovery import FAILED_AT, NEWEST
 from tfdist.runtime.rendezvous import Endpoint, environments, interface_towards
 
-_VALUES = flags.FlagValues()
-_define = FlagDefiner(_VALUES)
-_NP = _define.count_or_auto(
-    "np", "Number of ranks to start; auto: one for each GPU, else for each core", MOST_RANKS
-)
-_HOSTS = _define.string(
-    "H", "", "Hosts and their slots, host1:2,host2:2 [the Slurm allocation, or this machine]"
-)
-_ENGINE = _define.enum(
-    "engine",
-    "auto",
-    ["auto", "horovod", "tensorflow"],
-    "Library for the collectives; auto uses Horovod if it is installed",
-)
-_PS = _define.integer(
-    "ps",
-    0,
-    "Parameter servers to start in addition, for asynchronous training",
-    lower_bound=0,
-    upper_bound=MOST_RANKS_OF_A_HOST,
-)
-_WATCHDOG = _define.float(
-    "watchdog_seconds",
-    600.0,
-    "Seconds a rank may be stopped before the job ends; 0 for no limit",
-    lower_bound=0.0,
-    upper_bound=YEAR,
-)
-_MAX_RESTARTS = _define.integer(
-    "max_restarts",
-    None,
-    "Restarts after failures [0; no limit with --host_discovery_script]",
-    lower_bound=0,
-)
-_RESTART_SECONDS = _define.float(
-    "restart_seconds",
-    60.0,
-    "Longest wait before a restart; starts at 1 s and doubles",
-    lower_bound=0.0,
-    upper_bound=YEAR,
-)
-_DISCOVERY = _define.string(
-    "host_discovery_script",
-    None,
-    "Command that prints the available hosts, one name:slots per line",
-)
-_MIN_NP = _define.integer(
-    "min_np", None, "Minimum number of ranks to start [np]", lower_bound=1, upper_bound=MOST_RANKS
-)
-_MAX_NP = _define.integer(
-    "max_np", None, "Maximum number of ranks to start [np]", lower_bound=1, upper_bound=MOST_RANKS
-)
-_EXCLUDE_AFTER = _define.integer(
-    "exclude_after",
-    None,
-    "Failures after which a host is excluded, as are unreachable hosts [never]",
-    lower_bound=1,
-)
-_SAVE_SECONDS = _define.float(
-    "save_seconds",
-    30.0,
-    "Seconds for the ranks to save after a SIGTERM",
-    lower_bound=0.0,
-    upper_bound=YEAR,
-)
-_COMPLETION = _define.enum("completion", None, SHELLS, "Print the completion script for this shell")
-
 #: The command of a parameter server.
 _SERVER = [sys.executable, "-m", "tfdist.launch.parameter_server"]
 
@@ -113,9 +38,78 @@ def run() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """The options of the program; see the flags of the same names."""
+
+    np: int | str | None = option(
+        None,
+        "Number of ranks to start; auto: one for each GPU, else for each core",
+        least=1,
+        most=MOST_RANKS,
+    )
+    H: str = option(
+        "", "Hosts and their slots, host1:2,host2:2 [the Slurm allocation, or this machine]"
+    )
+    engine: str = option(
+        "auto",
+        "Library for the collectives; auto uses Horovod if it is installed",
+        choices=("auto", "horovod", "tensorflow"),
+    )
+    ps: int = option(
+        0,
+        "Parameter servers to start in addition, for asynchronous training",
+        least=0,
+        most=MOST_RANKS_OF_A_HOST,
+    )
+    watchdog_seconds: float = option(
+        600.0,
+        "Seconds a rank may be stopped before the job ends; 0 for no limit",
+        least=0.0,
+        most=YEAR,
+    )
+    max_restarts: int | None = option(
+        None, "Restarts after failures [0; no limit with --host_discovery_script]", least=0
+    )
+    restart_seconds: float = option(
+        60.0, "Longest wait before a restart; starts at 1 s and doubles", least=0.0, most=YEAR
+    )
+    host_discovery_script: str | None = option(
+        None, "Command that prints the available hosts, one name:slots per line"
+    )
+    min_np: int | None = option(
+        None, "Minimum number of ranks to start [np]", least=1, most=MOST_RANKS
+    )
+    max_np: int | None = option(
+        None, "Maximum number of ranks to start [np]", least=1, most=MOST_RANKS
+    )
+    exclude_after: int | None = option(
+        None,
+        "Failures after which a host is excluded, as are unreachable hosts [never]",
+        least=1,
+    )
+    save_seconds: float = option(
+        30.0, "Seconds for the ranks to save after a SIGTERM", least=0.0, most=YEAR
+    )
+    completion: str | None = option(
+        None, "Print the completion script for this shell", choices=SHELLS
+    )
+
+    @property
+    def restarts(self) -> int:
+        """The most restarts after failures."""
+        if self.max_restarts is None:
+            return 0 if self.host_discovery_script is None else sys.maxsize
+        return self.max_restarts
+
+
+_FLAGS = define_flags(RunOptions)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Job:
     """A checked command line: the command, the hosts, and the range of the number of ranks."""
 
+    options: RunOptions
     words: list[str]
     #: Only a placeholder for -np if hosts are discovered.
     hosts: list[Host]
@@ -124,23 +118,23 @@ class _Job:
     most: int
     engine: str
     in_slurm: bool
-    servers: int
 
 
 def _check(words: list[str]) -> _Job | str:
-    if _COMPLETION.value is not None:
-        return script(_COMPLETION.value)
+    options = _FLAGS.read()
+    if options.completion is not None:
+        return script(options.completion)
     if not words:
         raise command.UsageError(
             "tfdist-run requires a command: tfdist-run -np N -- command. Received: no command."
         )
     if shutil.which(words[0]) is None:
         raise command.UsageError(f"The command {words[0]!r} was not found on the PATH.")
-    in_slurm = not _HOSTS.value and _DISCOVERY.value is None and slurm.in_allocation()
-    hosts = slurm.allocated_hosts() if in_slurm else parse_hosts(_HOSTS.value)
-    size = sum(host.slots for host in hosts) if _NP.value in (None, "auto") else _NP.value
-    if _NP.value == "auto" and not hosts:
-        size = _count(words)
+    in_slurm = not options.H and options.host_discovery_script is None and slurm.in_allocation()
+    hosts = slurm.allocated_hosts() if in_slurm else parse_hosts(options.H)
+    size = options.np if isinstance(options.np, int) else sum(host.slots for host in hosts)
+    if options.np == "auto" and not hosts:
+        size = _count(words, options.host_discovery_script)
     if not size:
         raise command.UsageError(
             "tfdist-run requires the number of ranks: -np N, or -np auto. Received: no -np."
@@ -149,60 +143,59 @@ def _check(words: list[str]) -> _Job | str:
         raise command.UsageError(
             f"The number of ranks must be at most {MOST_RANKS:,}. Received: {size:,}."
         )
-    if not hosts and _DISCOVERY.value is None and size > MOST_RANKS_OF_A_HOST:
+    if not hosts and options.host_discovery_script is None and size > MOST_RANKS_OF_A_HOST:
         raise refuse("np", size, f"at most {MOST_RANKS_OF_A_HOST:,} on one machine; see -H")
     if hosts and (slots := len(assign_hosts(hosts, size))) < size:
-        whose = "the Slurm allocation" if in_slurm else f"-H {_HOSTS.value}"
+        whose = "the Slurm allocation" if in_slurm else f"-H {options.H}"
         raise command.UsageError(f"-np {size} requires more slots than {whose} has: {slots}.")
-    if _DISCOVERY.value is None:
-        refuse_ignored(_VALUES, (_MAX_NP,), "requires --host_discovery_script", "alone")
-        if _EXCLUDE_AFTER.value is None:
+    if options.host_discovery_script is None:
+        refuse_ignored(options, ["max_np"], "requires --host_discovery_script", "alone")
+        if options.exclude_after is None:
             needs = "requires --host_discovery_script or --exclude_after"
-            refuse_ignored(_VALUES, (_MIN_NP,), needs, "alone")
+            refuse_ignored(options, ["min_np"], needs, "alone")
         if not hosts:
             needs = "requires several hosts: -H, --host_discovery_script, or a Slurm allocation"
-            refuse_ignored(_VALUES, (_EXCLUDE_AFTER,), needs, "alone")
+            refuse_ignored(options, ["exclude_after"], needs, "alone")
     else:
         given = "and --host_discovery_script"
-        refuse_ignored(_VALUES, (_HOSTS,), "cannot be combined with --host_discovery_script", given)
+        refuse_ignored(options, ["H"], "cannot be combined with --host_discovery_script", given)
     hosts = hosts or [Host("localhost", size)]
-    if not _restarts():
-        given = f"--max_restarts={_MAX_RESTARTS.value or 0}"
-        ignored = (
-            (_EXCLUDE_AFTER,) if _MAX_RESTARTS.value is None else (_RESTART_SECONDS, _EXCLUDE_AFTER)
-        )
-        refuse_ignored(_VALUES, ignored, "requires --max_restarts", given)
-    least, most = _sizes(size)
-    if _PS.value:
-        _check_servers(in_slurm)
-    return _Job(words, hosts, size, least, most, _engine(), in_slurm, _PS.value)
+    if not options.restarts:
+        given = f"--max_restarts={options.max_restarts or 0}"
+        ignored = ["exclude_after"]
+        if options.max_restarts is not None:
+            ignored.insert(0, "restart_seconds")
+        refuse_ignored(options, ignored, "requires --max_restarts", given)
+    least, most = _sizes(options, size)
+    if options.ps:
+        _check_servers(options, in_slurm)
+    return _Job(options, words, hosts, size, least, most, _engine(options), in_slurm)
 
 
-def _count(words: list[str]) -> int:
+def _count(words: list[str], discovery: str | None) -> int:
     """The number of ranks of -np auto on this machine."""
-    if _DISCOVERY.value is not None:
+    if discovery is not None:
         raise command.UsageError(
             "-np auto cannot be combined with --host_discovery_script. Received: "
-            f"-np auto --host_discovery_script={_DISCOVERY.value}. Use a number."
+            f"-np auto --host_discovery_script={discovery}. Use a number."
         )
     size, why = ranks_of_this_machine(words)
     command.say("tfdist-run", f"-np auto starts {size} rank{'s' * (size > 1)}: {why}.")
     return size
 
 
-def _check_servers(in_slurm: bool) -> None:
+def _check_servers(options: RunOptions, in_slurm: bool) -> None:
     """Reject flags that are not supported with parameter servers."""
-    if _ENGINE.value == "horovod":
+    if options.engine == "horovod":
         raise command.UsageError(
-            f"--ps is not supported with --engine=horovod. Received: --ps={_PS.value} "
+            f"--ps is not supported with --engine=horovod. Received: --ps={options.ps} "
             "--engine=horovod. Use --engine=tensorflow."
         )
-    refuse_ignored(
-        _VALUES, (_DISCOVERY,), "is not supported with parameter servers", f"--ps={_PS.value}"
-    )
+    why = "is not supported with parameter servers"
+    refuse_ignored(options, ["host_discovery_script"], why, f"--ps={options.ps}")
     if in_slurm:
         raise command.UsageError(
-            f"--ps requires -H in a Slurm allocation. Received: --ps={_PS.value} without -H. Name the "
+            f"--ps requires -H in a Slurm allocation. Received: --ps={options.ps} without -H. Name the "
             "hosts with -H."
         )
 
@@ -211,6 +204,7 @@ def _main(job: _Job | str) -> int:
     if isinstance(job, str):
         print(job, end="")
         return 0
+    options = job.options
     shell = remote.srun if job.in_slurm else remote.ssh
     token = secrets.token_hex(8)
 
@@ -218,9 +212,9 @@ def _main(job: _Job | str) -> int:
         names: Sequence[str], should_end: Callable[[], bool], failed_at: float | None
     ) -> tuple[Supervisor, int]:
         # Servers share the hosts of the ranks.
-        names = [*names, *(names[server % len(names)] for server in range(job.servers))]
+        names = [*names, *(names[server % len(names)] for server in range(options.ps))]
         reached = _reach(names, shell)
-        with environments(job.engine, _endpoints(names, reached), job.servers) as found:
+        with environments(job.engine, _endpoints(names, reached), options.ps) as found:
             starts = []
             for index, (far, environment) in enumerate(zip(reached, found, strict=True)):
                 begin = RankProcess.start if far is None else far.start
@@ -229,14 +223,14 @@ def _main(job: _Job | str) -> int:
                     environment[NEWEST] = str(newest)
                 if failed_at is not None:
                     environment[FAILED_AT] = repr(failed_at)
-                is_server = index >= len(names) - job.servers
+                is_server = index >= len(names) - options.ps
                 words = _SERVER if is_server else job.words
                 starts.append(functools.partial(begin, words, environment))
             supervisor = Supervisor(
                 starts,
-                servers=job.servers,
-                frozen_seconds=_WATCHDOG.value,
-                save_seconds=_SAVE_SECONDS.value,
+                servers=options.ps,
+                frozen_seconds=options.watchdog_seconds,
+                save_seconds=options.save_seconds,
                 has_gpu=count_gpus() > 0 or any(far is not None for far in reached),
                 should_end=should_end,
                 newest_checkpoint=lambda: newest.read_text() if newest.exists() else None,
@@ -246,28 +240,23 @@ def _main(job: _Job | str) -> int:
     try:
         with exit_on_signals(), tempfile.TemporaryDirectory(prefix="tfdist-run-") as folder:
             newest = Path(folder, "newest")
-            discovery = None if _DISCOVERY.value is None else HostDiscovery(_DISCOVERY.value)
+            discovers = options.host_discovery_script
+            discovery = None if discovers is None else HostDiscovery(discovers)
             return run_with_restarts(
                 start,
                 job.hosts,
                 job.least,
                 job.most,
-                max_restarts=_restarts(),
-                longest_delay=_RESTART_SECONDS.value,
+                max_restarts=options.restarts,
+                longest_delay=options.restart_seconds,
                 discovery=discovery,
-                exclude_after=_EXCLUDE_AFTER.value,
+                exclude_after=options.exclude_after,
             )
     except (KeyboardInterrupt, SystemExit) as error:
         # While ranks run, the supervisor handles signals.
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(error.code or 0)
         command.say("tfdist-run", f"ended by {signal_name(code - 128)}; no rank was running.")
         return code
-
-
-def _restarts() -> int:
-    if _MAX_RESTARTS.value is None:
-        return 0 if _DISCOVERY.value is None else sys.maxsize
-    return _MAX_RESTARTS.value
 
 
 def _reach(names: Sequence[str], shell) -> list[remote.ReachedHost | None]:
@@ -298,9 +287,9 @@ def _endpoints(
     ]
 
 
-def _sizes(size: int) -> tuple[int, int]:
+def _sizes(options: RunOptions, size: int) -> tuple[int, int]:
     """The minimum and maximum number of ranks."""
-    least, most = _MIN_NP.value or size, _MAX_NP.value or size
+    least, most = options.min_np or size, options.max_np or size
     if not least <= size <= most:
         raise command.UsageError(
             f"-np must be between --min_np and --max_np. Received: -np {size} --min_np={least} "
@@ -309,17 +298,17 @@ def _sizes(size: int) -> tuple[int, int]:
     return least, most
 
 
-def _engine() -> str:
+def _engine(options: RunOptions) -> str:
     has_horovod = importlib.util.find_spec("horovod") is not None
-    if _ENGINE.value == "horovod" and not has_horovod:
+    if options.engine == "horovod" and not has_horovod:
         raise command.UsageError(
             "--engine=horovod requires Horovod, which is not installed. Run tfdist-install-horovod, or "
             "use --engine=tensorflow."
         )
-    if _PS.value:
+    if options.ps:
         return "tensorflow"
-    if _ENGINE.value != "auto":
-        return _ENGINE.value
+    if options.engine != "auto":
+        return options.engine
     if not has_horovod:
         command.say(
             "tfdist-run",
@@ -330,7 +319,7 @@ def _engine() -> str:
 
 PROGRAM = command.Program(
     _main,
-    _VALUES,
+    _FLAGS.values,
     usage="tfdist-run -np N|auto [flags] -- command [arguments]",
     summary="Starts a command on N ranks, prints their output prefixed by [rank], and exits with "
     "the code of the first rank that fails.",
@@ -338,14 +327,11 @@ PROGRAM = command.Program(
     rest=True,
     folded={
         "for failures": [
-            _EXCLUDE_AFTER.name,
-            _MAX_RESTARTS.name,
-            _RESTART_SECONDS.name,
-            _SAVE_SECONDS.name,
-            _WATCHDOG.name,
+            *("exclude_after", "max_restarts", "restart_seconds", "save_seconds"),
+            "watchdog_seconds",
         ],
-        "for the shell": [_COMPLETION.name],
-        "for elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
+        "for the shell": ["completion"],
+        "for elastic jobs": ["host_discovery_script", "min_np", "max_np"],
     },
 )
 

@@ -1,4 +1,4 @@
-"""The description of a job for any scheduler, and its flags of `tfdist-launch`."""
+"""The description of a job for any scheduler, and its options of `tfdist-launch`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from tfdist.launch.flags.values import MOST_RANKS, YEAR, FlagDefiner, UsageError, refuse
+from tfdist.launch.flags.options import as_given, option
+from tfdist.launch.flags.values import MOST_RANKS, YEAR, UsageError, refuse
 
 _SIZE = re.compile(r"([1-9][0-9]*)([MGT])(?:i?B|i)?")
 _MIB = {"M": 1, "G": 1024, "T": 1024**2}
@@ -16,6 +17,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Characters with a special meaning in the lines of a batch script or in a shell.
 _ODD = re.compile(r"[\s'\"\\#$`;&|<>(){}*?!~]|[^\x20-\x7e]")
 _MOST_CHARACTERS = 255
+#: The options of failures, which the help lists only by name.
+OF_FAILURES = ("max_restarts", "save_seconds")
 #: Per rank. The largest machines have about two thousand.
 _MOST_CORES = 4096
 #: Kubernetes counts the failures of all ranks in 32 bits.
@@ -72,59 +75,44 @@ class Job:
         return {**own, **self.environment}
 
 
-class JobFlags:
-    """The flags that all schedulers share."""
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """The options that all schedulers share; see the flags of the same names."""
 
-    #: The flags that the help lists only by name.
-    FAILURES = ("max_restarts", "save_seconds")
-
-    def __init__(self, define: FlagDefiner):
-        self._name = define.string("name", "tfdist", "Name of the job")
-        self._np = define.integer(
-            "np", None, "Number of ranks", lower_bound=1, upper_bound=MOST_RANKS
-        )
-        self._nodes = define.integer(
-            "nodes", None, "Number of nodes [1]", lower_bound=1, upper_bound=MOST_RANKS
-        )
-        self._per_node = define.integer(
-            "ranks_per_node", None, "Ranks on each node", lower_bound=1, upper_bound=MOST_RANKS
-        )
-        self._cpus = define.integer(
-            "cpus", 1, "CPU cores per rank", lower_bound=1, upper_bound=_MOST_CORES
-        )
-        self._memory = define.string("memory", None, "Memory per rank: 16G, 500M")
-        self._gpu = define.boolean("gpu", False, "Give each rank a GPU")
-        self._time = define.string("time", None, "Time limit: 90m, 12h, 1d12h, 1-12:00:00")
-        self._env = define.repeated("env", "Variable of each rank, NAME=VALUE")
-        self._directory = define.string("chdir", None, "Working directory of the ranks")
-        self._restarts = define.integer(
-            "max_restarts", 0, "Restarts after failures", lower_bound=0, upper_bound=_MOST_RESTARTS
-        )
-        self._save = define.integer(
-            "save_seconds",
-            30,
-            "Seconds for the ranks to save after a SIGTERM",
-            lower_bound=1,
-            upper_bound=50_000,
-        )
-        self.output = define.string("output", None, "File to write to, instead of stdout")
+    name: str = option("tfdist", "Name of the job")
+    np: int | None = option(None, "Number of ranks", least=1, most=MOST_RANKS)
+    nodes: int | None = option(None, "Number of nodes [1]", least=1, most=MOST_RANKS)
+    ranks_per_node: int | None = option(None, "Ranks on each node", least=1, most=MOST_RANKS)
+    cpus: int = option(1, "CPU cores per rank", least=1, most=_MOST_CORES)
+    memory: str | None = option(None, "Memory per rank: 16G, 500M")
+    gpu: bool = option(False, "Give each rank a GPU")
+    time: str | None = option(None, "Time limit: 90m, 12h, 1d12h, 1-12:00:00")
+    env: tuple[str, ...] = option((), "Variable of each rank, NAME=VALUE", is_repeated=True)
+    chdir: str | None = option(None, "Working directory of the ranks")
+    max_restarts: int = option(0, "Restarts after failures", least=0, most=_MOST_RESTARTS)
+    save_seconds: int = option(
+        30, "Seconds for the ranks to save after a SIGTERM", least=1, most=50_000
+    )
+    output: str | None = option(None, "File to write to, instead of stdout")
 
     @property
     def places_ranks(self) -> str:
-        """The given flags for the placement of ranks on nodes, as text."""
-        given = {"--nodes": self._nodes, "--ranks_per_node": self._per_node}
-        return " ".join(f"{name}={flag.value}" for name, flag in given.items() if flag.value)
+        """The given options for the placement of ranks on nodes, as text."""
+        return as_given(self, ("nodes", "ranks_per_node"))
 
-    def read(self, command: Sequence[str]) -> Job:
-        """The job of the flags, for a command that each rank runs."""
+    def job(self, command: Sequence[str]) -> Job:
+        """The job of the options, for a command that each rank runs.
+
+        Raises:
+            UsageError: Options are invalid, or the number of ranks is missing.
+        """
         if not command:
             raise UsageError(
                 "tfdist-launch requires a command: tfdist-launch SCHEDULER [flags] -- command. Received: "
                 "no command."
             )
         nodes, per_node = self._layout()
-        seconds = None if self._time.value is None else parse_time(self._time.value)
-        environment = key_values("--env", self._env.value or ())
+        environment = key_values("--env", self.env)
         for name in environment:
             if _VARIABLE.fullmatch(name) is None:
                 raise UsageError(
@@ -132,23 +120,23 @@ class JobFlags:
                     f"the name {name!r}."
                 )
         return Job(
-            name=self._name.value,
+            name=self.name,
             nodes=nodes,
             ranks_per_node=per_node,
             command=tuple(command),
-            cpus=self._cpus.value,
-            memory=None if self._memory.value is None else parse_size("memory", self._memory.value),
-            gpu=self._gpu.value,
-            seconds=seconds,
-            save_seconds=self._save.value,
-            max_restarts=self._restarts.value,
-            directory=self._directory.value,
+            cpus=self.cpus,
+            memory=None if self.memory is None else parse_size("memory", self.memory),
+            gpu=self.gpu,
+            seconds=None if self.time is None else parse_time(self.time),
+            save_seconds=self.save_seconds,
+            max_restarts=self.max_restarts,
+            directory=self.chdir,
             environment=environment,
         )
 
     def _layout(self) -> tuple[int, int]:
         """The number of nodes and of ranks on each, from one or two of the three flags."""
-        ranks, nodes, per_node = self._np.value, self._nodes.value, self._per_node.value
+        ranks, nodes, per_node = self.np, self.nodes, self.ranks_per_node
         if ranks is None and per_node is None:
             raise UsageError(
                 "tfdist-launch requires the number of ranks: -np N, or --nodes=N --ranks_per_node=M. "
@@ -161,7 +149,7 @@ class JobFlags:
                 f"which is {found:,}."
             )
         if ranks is None:
-            return nodes or 1, per_node
+            return nodes or 1, per_node or 1
         if nodes is None:
             nodes = 1 if per_node is None else ranks // per_node
         per_node = per_node or ranks // nodes

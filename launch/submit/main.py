@@ -33,19 +33,20 @@ def run() -> None:
     )
 
 
-def _check(scheduler: ModuleType, words: list[str]) -> str:
-    """The text to write."""
+def _check(scheduler: ModuleType, words: list[str]) -> tuple[str, str | None]:
+    """The text to write, and the file to write it to."""
     for word in words:
         if not word.isascii() and not word.encode(errors="replace").decode() == word:
             raise command.UsageError(f"The command must be UTF-8 text. Received: {word!r}.")
-    text = scheduler.from_flags(words)
-    if scheduler.JOB.output.value is not None:
-        output_file("output", scheduler.JOB.output.value)
-    return text
+    options = scheduler.FLAGS.read()
+    text, output = options.text(words), options.job.output
+    if output is not None:
+        output_file("output", output)
+    return text, output
 
 
-def _main(scheduler: ModuleType, text: str) -> int:
-    output = scheduler.JOB.output.value
+def _main(scheduler: ModuleType, checked: tuple[str, str | None]) -> int:
+    text, output = checked
     if output is None:
         print(text, end="")
         return 0
@@ -58,7 +59,7 @@ def _main(scheduler: ModuleType, text: str) -> int:
 PROGRAMS = {
     name: command.Program(
         functools.partial(_main, scheduler),
-        scheduler.VALUES,
+        scheduler.FLAGS.values,
         usage=f"tfdist-launch {name} [flags] -- command [arguments]",
         summary=scheduler.SUMMARY,
         check=functools.partial(_check, scheduler),

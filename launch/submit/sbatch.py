@@ -6,12 +6,10 @@ import dataclasses
 import re
 import shlex
 import time
-from collections.abc import Sequence
 
-from absl import flags
-
-from tfdist.launch.flags.values import FlagDefiner, UsageError, refuse, refuse_ignored
-from tfdist.launch.submit.job_flags import Job, JobFlags, in_units, refuse_odd
+from tfdist.launch.flags.options import define_flags, option, refuse_ignored
+from tfdist.launch.flags.values import UsageError, refuse
+from tfdist.launch.submit.job_flags import OF_FAILURES, Job, JobOptions, in_units, refuse_odd
 from tfdist.runtime import exit_codes
 
 #: Seconds between saving and the time limit, for the ranks to end and the job to be requeued, and for the
@@ -49,75 +47,54 @@ SUMMARY = (
 #: The command that submits the script.
 SUBMIT = "sbatch"
 
-VALUES = flags.FlagValues()
-_define = FlagDefiner(VALUES)
-JOB = JobFlags(_define)
-_PARTITION = _define.string("partition", None, "Partition of the cluster")
-_ACCOUNT = _define.string("account", None, "Account to charge")
-_SETUP = _define.repeated("setup", "Shell line to run first")
-_LOG = _define.string("log", "%x-%j.out", "Log file; %x is the job's name, %j its number")
-_REQUEUE = _define.boolean(
-    "requeue", True, "Requeue the job after it has saved, unless it was cancelled"
-)
-_ENGINE = _define.enum("engine", None, ["auto", "horovod", "tensorflow"], "As for tfdist-run")
-_GPU_TYPE = _define.string("gpu_type", None, "GPU type, as Slurm names it")
-_SBATCH = _define.repeated("sbatch", "Further option of sbatch, such as --sbatch=--qos=high")
-
-FOLDED = {
-    "for failures": [*JobFlags.FAILURES, _REQUEUE.name],
-    "for Slurm": [_LOG.name, _GPU_TYPE.name, _ENGINE.name, _SBATCH.name],
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class SlurmOptions:
-    """The settings specific to Slurm: see the flags of the same names; `options` is --sbatch."""
+    """The options specific to Slurm, and those of the job; see the flags of the same names."""
 
-    partition: str | None = None
-    account: str | None = None
-    log: str = "%x-%j.out"
-    requeue: bool = True
-    engine: str | None = None
-    gpu_type: str | None = None
-    setup: Sequence[str] = ()
-    options: Sequence[str] = ()
-
-
-def from_flags(command: list[str]) -> str:
-    """The batch script of the flags."""
-    job = JOB.read(command)
-    if not job.gpu:
-        refuse_ignored(VALUES, (_GPU_TYPE,), "requires --gpu", "alone")
-    for option in _SBATCH.value or ():
-        _check_option(option)
-    if len(job.name) > _MOST_OF_A_NAME:
-        raise refuse("name", job.name, f"at most {_MOST_OF_A_NAME} characters")
-    words = {
-        "name": job.name,
-        "partition": _PARTITION.value,
-        "account": _ACCOUNT.value,
-        "gpu_type": _GPU_TYPE.value,
-    }
-    for flag, word in words.items():
-        if word is not None:
-            refuse_odd(f"--{flag}", word)
-            if _WORD.fullmatch(word) is None:
-                raise refuse(
-                    flag, word, "letters and digits, and .,:@+%=- after the first character"
-                )
-    return batch_script(
-        job,
-        SlurmOptions(
-            partition=_PARTITION.value,
-            account=_ACCOUNT.value,
-            log=_LOG.value,
-            requeue=_REQUEUE.value,
-            engine=_ENGINE.value,
-            gpu_type=_GPU_TYPE.value,
-            setup=_SETUP.value or (),
-            options=_SBATCH.value or (),
-        ),
+    job: JobOptions = dataclasses.field(default_factory=JobOptions)
+    partition: str | None = option(None, "Partition of the cluster")
+    account: str | None = option(None, "Account to charge")
+    setup: tuple[str, ...] = option((), "Shell line to run first", is_repeated=True)
+    log: str = option("%x-%j.out", "Log file; %x is the job's name, %j its number")
+    requeue: bool = option(True, "Requeue the job after it has saved, unless it was cancelled")
+    engine: str | None = option(
+        None, "As for tfdist-run", choices=("auto", "horovod", "tensorflow")
     )
+    gpu_type: str | None = option(None, "GPU type, as Slurm names it")
+    sbatch: tuple[str, ...] = option(
+        (), "Further option of sbatch, such as --sbatch=--qos=high", is_repeated=True
+    )
+
+    def text(self, command: list[str]) -> str:
+        """The batch script for a command.
+
+        Raises:
+            UsageError: Options are invalid or incompatible.
+        """
+        job = self.job.job(command)
+        if not job.gpu:
+            refuse_ignored(self, ["gpu_type"], "requires --gpu", "alone")
+        for each in self.sbatch:
+            _check_option(each)
+        if len(job.name) > _MOST_OF_A_NAME:
+            raise refuse("name", job.name, f"at most {_MOST_OF_A_NAME} characters")
+        words = {"name": job.name, "partition": self.partition, "account": self.account}
+        for flag, word in {**words, "gpu_type": self.gpu_type}.items():
+            if word is not None:
+                refuse_odd(f"--{flag}", word)
+                if _WORD.fullmatch(word) is None:
+                    raise refuse(
+                        flag, word, "letters and digits, and .,:@+%=- after the first character"
+                    )
+        return batch_script(job, self)
+
+
+FLAGS = define_flags(SlurmOptions)
+FOLDED = {
+    "for failures": [*OF_FAILURES, "requeue"],
+    "for Slurm": ["log", "gpu_type", "engine", "sbatch"],
+}
 
 
 def _check_option(option: str) -> None:
@@ -181,7 +158,7 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
             refuse_odd(f"--{_FLAGS.get(name, name)}", value)
             lines.append(f"#SBATCH --{name}={value}")
     lines.append(f"#SBATCH --{'requeue' if options.requeue else 'no-requeue'}")
-    return [*lines, *(f"#SBATCH {option}" for option in options.options)]
+    return [*lines, *(f"#SBATCH {option}" for option in options.sbatch)]
 
 
 def _start(job: Job, options: SlurmOptions) -> list[str]:

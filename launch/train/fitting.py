@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.launch.flags.command import Failure, UsageError
+from tfdist.launch.flags.mesh import Layout
+from tfdist.launch.flags.optimizer import counted_for, read_recompute
 from tfdist.runtime.process_memory import peak_bytes
 from tfdist.utils.checks import one_line
 
@@ -20,6 +22,59 @@ def warmup_cosine(rate: float, steps: int):
     return keras.optimizers.schedules.CosineDecay(
         0.0, max(steps - warmup, 1), alpha=0.1, warmup_target=rate, warmup_steps=warmup
     )
+
+
+def add_recompute(model, policy: str, rows: int, input_shape: Sequence[int | None]) -> None:
+    """Apply the policy of `--recompute` to a model.
+
+    Args:
+        model: The model, not yet compiled.
+        policy: The value of the flag.
+        rows: Rows of a micro-batch on a rank.
+        input_shape: The shape of a row.
+
+    Raises:
+        UsageError: The model does not support the policy.
+    """
+    from tfdist.recompute import recompute
+
+    if not (arguments := read_recompute("recompute", policy)):
+        return
+    try:
+        recompute(model, **counted_for(arguments, rows, input_shape))
+    except ValueError as error:
+        raise UsageError(f"--recompute={policy} is not supported: {error}") from error
+
+
+def pipelined(model, layout: Layout, input_shape: Sequence[int | None]):
+    """The model, in a pipeline if the layout has one, whose partition the chief prints.
+
+    Args:
+        model: The model, built under the strategy.
+        layout: The layout of the ranks.
+        input_shape: The shape of a row.
+
+    Raises:
+        UsageError: The model cannot be split so.
+    """
+    from tfdist.pipeline import PipelineModel
+
+    if layout.pipeline == 1:
+        return model
+    try:
+        model = PipelineModel(
+            model,
+            num_microbatches=layout.num_microbatches,
+            schedule=layout.schedule,
+            chunks=layout.chunks,
+            cut=layout.cut,
+            input_shape=input_shape,
+        )
+    except ValueError as error:
+        raise UsageError(f"--pipeline={layout.pipeline} is not supported: {error}") from error
+    if model.distribute_strategy.is_chief:
+        print(model.partition.table())
+    return model
 
 
 @contextlib.contextmanager

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.launch.flags.mesh import Layout
 from tfdist.launch.flags.model_sizes import LONG, sizes_of
-from tfdist.launch.flags.values import UsageError, as_given, input_file, refuse_ignored
+from tfdist.launch.flags.options import as_given, option, refuse_ignored
+from tfdist.launch.flags.values import UsageError, input_file
 from tfdist.launch.plan.automatic import Automatic, chosen
 from tfdist.launch.train.fitting import warmup_cosine
-from tfdist.launch.train.tasks import DEFINE, Data, Settings, Task
+from tfdist.launch.train.tasks import Data, Settings, Task
 from tfdist.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -27,44 +28,14 @@ _MESH = Mesh()
 #: Tokens of a text: its bytes.
 _BYTES = 256
 
-_CONFIG = DEFINE.string("config", None, "Sizes of a known model, or a config.json: llama3-8b")
-_LAYERS = DEFINE.integer("layers", 4, "Transformer blocks", lower_bound=1, upper_bound=10_000)
-_WIDTH = DEFINE.integer(
-    "width", 128, "Width of the residual stream", lower_bound=1, upper_bound=_MOST
+#: The options that `config` replaces.
+_SIZES = ("layers", "width", "heads", "kv_heads", "hidden", "vocabulary", "experts", "top_k")
+#: The names of the options, in the order of the help.
+NAMES = (
+    "config",
+    *_SIZES,
+    *("seq_length", "dropout", "sample", "sequence_parallel", "context_attention"),
 )
-_HEADS = DEFINE.integer("heads", 4, "Attention heads per block", lower_bound=1, upper_bound=_MOST)
-_KV_HEADS = DEFINE.integer(
-    "kv_heads", None, "Key/value heads [heads]", lower_bound=1, upper_bound=_MOST
-)
-_HIDDEN = DEFINE.integer(
-    "hidden", None, "Hidden units of a block [4 width]", lower_bound=1, upper_bound=_MOST
-)
-_VOCABULARY = DEFINE.integer(
-    "vocabulary", _BYTES, "Size of the vocabulary", lower_bound=_BYTES, upper_bound=1 << 24
-)
-_SEQ_LENGTH = DEFINE.integer(
-    "seq_length", 128, "Bytes per window of text", lower_bound=1, upper_bound=_MOST
-)
-_DROPOUT = DEFINE.float("dropout", 0.0, "Dropout rate", lower_bound=0.0, upper_bound=0.99)
-_SEQUENCE_PARALLEL = DEFINE.boolean(
-    "sequence_parallel", False, "Split norms and dropout over --tensor too"
-)
-_EXPERTS = DEFINE.integer(
-    "experts", None, "Experts per block [dense]", lower_bound=1, upper_bound=100_000
-)
-_TOP_K = DEFINE.integer("top_k", 2, "Experts per token", lower_bound=1, upper_bound=1000)
-_CONTEXT_ATTENTION = DEFINE.enum(
-    "context_attention",
-    "ring",
-    ["ring", "all_gather", "ulysses"],
-    "Attention algorithm for --context",
-)
-_SAMPLE = DEFINE.integer(
-    "sample", 0, "Bytes to generate after training", lower_bound=0, upper_bound=_MOST
-)
-
-#: The flags that --config replaces.
-_SIZES = (_LAYERS, _WIDTH, _HEADS, _KV_HEADS, _HIDDEN, _VOCABULARY, _EXPERTS, _TOP_K)
 
 #: The prompt of a sample: the end of a paragraph.
 _PROMPT = b"\n\n"
@@ -72,37 +43,42 @@ _PROMPT = b"\n\n"
 _TEMPERATURE = 0.8
 
 
-class Language(Task):
-    """A language model of bytes; see `tfdist.models.gpt` and `tfdist.addons.datasets.load_text`."""
+@dataclasses.dataclass(frozen=True)
+class LanguageOptions:
+    """The options of a language model and of its text; see the flags of the same names."""
 
-    models = ("gpt",)
-    dataset = "pydoc"
-    # Small batches, because the text is small: an epoch has 657 steps.
-    batch_size = 4
-    epochs = 5
-    learning_rate = 3e-3
-    item = "tokens"
-    flags = (
-        _CONFIG,
-        *_SIZES,
-        _SEQ_LENGTH,
-        _DROPOUT,
-        _SAMPLE,
-        _SEQUENCE_PARALLEL,
-        _CONTEXT_ATTENTION,
+    config: str | None = option(None, "Sizes of a known model, or a config.json: llama3-8b")
+    layers: int = option(4, "Transformer blocks", least=1, most=10_000)
+    width: int = option(128, "Width of the residual stream", least=1, most=_MOST)
+    heads: int = option(4, "Attention heads per block", least=1, most=_MOST)
+    kv_heads: int | None = option(None, "Key/value heads [heads]", least=1, most=_MOST)
+    hidden: int | None = option(None, "Hidden units of a block [4 width]", least=1, most=_MOST)
+    vocabulary: int = option(_BYTES, "Size of the vocabulary", least=_BYTES, most=1 << 24)
+    seq_length: int = option(128, "Bytes per window of text", least=1, most=_MOST)
+    dropout: float = option(0.0, "Dropout rate", least=0.0, most=0.99)
+    sequence_parallel: bool = option(False, "Split norms and dropout over --tensor too")
+    experts: int | None = option(None, "Experts per block [dense]", least=1, most=100_000)
+    top_k: int = option(2, "Experts per token", least=1, most=1000)
+    context_attention: str = option(
+        "ring", "Attention algorithm for --context", choices=("ring", "all_gather", "ulysses")
     )
+    sample: int = option(0, "Bytes to generate after training", least=0, most=_MOST)
 
     def check(self, settings: Settings) -> None:
-        """Reject other datasets, and sizes that are not divisible."""
+        """Reject other datasets, and sizes that are not divisible.
+
+        Raises:
+            UsageError: The options do not match each other or the settings.
+        """
         if settings.dataset != "pydoc" and not settings.dataset.startswith("text:"):
             raise UsageError(
                 f"--model={settings.model} requires --dataset=pydoc, or --dataset=text:FILE for a file. "
                 f"Received: --dataset={settings.dataset}."
             )
-        if _SAMPLE.value and settings.layout.pipeline > 1:
+        if self.sample and settings.layout.pipeline > 1:
             raise UsageError(
                 "--sample is not supported in a pipeline, where a rank has only its stages. "
-                f"Received: --sample={_SAMPLE.value} --pipeline={settings.layout.pipeline}."
+                f"Received: --sample={self.sample} --pipeline={settings.layout.pipeline}."
             )
         if settings.data_dir is not None:
             raise UsageError(
@@ -111,11 +87,11 @@ class Language(Task):
             )
         if settings.dataset.startswith("text:"):
             input_file("dataset", settings.dataset.removeprefix("text:"), "text:")
-        if _CONFIG.value is None:
-            _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
-            _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)
+        if self.config is None:
+            _check_divides("width", self.width, "heads", self.heads)
+            _check_divides("heads", self.heads, "tensor", settings.layout.tensor)
             self._check_experts(settings)
-        sizes = self._sizes()
+        sizes = self.sizes()
         self._check_size(settings, sizes)
         for axis, ranks in settings.layout.mesh.shape.items():
             # The context axis is checked below; a pipeline can be cut between any two layers.
@@ -123,20 +99,24 @@ class Language(Task):
                 why := sizes.divides(axis, ranks)
             ):
                 raise UsageError(f"--{axis}={ranks} cannot split the model: {why}.")
-        if _SEQUENCE_PARALLEL.value:
-            _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
+        if self.sequence_parallel:
+            _check_divides("seq_length", self.seq_length, "tensor", settings.layout.tensor)
         self._check_context(settings.layout, sizes)
 
-    def _sizes(self) -> Transformer:
-        """The sizes of the model."""
+    def sizes(self) -> Transformer:
+        """The sizes of the model.
+
+        Raises:
+            UsageError: Options are incompatible, or a file is not a configuration.
+        """
         from tfdist.addons.planner import Transformer
 
-        dropout, length = _DROPOUT.value > 0, _SEQ_LENGTH.value
+        dropout, length = self.dropout > 0, self.seq_length
         blockwise = length >= LONG and not dropout
-        if _CONFIG.value is not None:
-            given = f"--config={_CONFIG.value}"
-            refuse_ignored(DEFINE.values, _SIZES, "cannot be combined with --config", given)
-            sizes = sizes_of("config", _CONFIG.value, length)
+        if self.config is not None:
+            given = f"--config={self.config}"
+            refuse_ignored(self, _SIZES, "cannot be combined with --config", given)
+            sizes = sizes_of("config", self.config, length)
             if sizes.vocabulary < _BYTES:
                 raise UsageError(
                     f"--config requires a vocabulary of at least {_BYTES} tokens, one for each byte. "
@@ -145,37 +125,28 @@ class Language(Task):
             return dataclasses.replace(sizes, dropout=dropout, blockwise=blockwise)
         try:
             return Transformer(
-                layers=_LAYERS.value,
-                width=_WIDTH.value,
-                heads=_HEADS.value,
-                kv_heads=_KV_HEADS.value,
-                hidden=_HIDDEN.value,
-                vocabulary=_VOCABULARY.value,
+                **{name: getattr(self, name) for name in _SIZES},
                 length=length,
-                experts=_EXPERTS.value,
-                top_k=_TOP_K.value,
                 # Small models require far fewer steps with rotary than with learned position embeddings.
                 learned_positions=False,
                 dropout=dropout,
                 blockwise=blockwise,
             )
         except ValueError as error:
-            raise UsageError(
-                f"{as_given(DEFINE.values, _SIZES)} is not supported: {error}"
-            ) from None
+            raise UsageError(f"{as_given(self, _SIZES)} is not supported: {error}") from None
 
     def _check_context(self, layout: Layout, sizes: Transformer) -> None:
-        context, length = layout.context, _SEQ_LENGTH.value
+        context, length = layout.context, self.seq_length
         given = f"--context={context}"
         if context == 1:
-            refuse_ignored(DEFINE.values, (_CONTEXT_ATTENTION,), "requires a context axis", given)
+            refuse_ignored(self, ["context_attention"], "requires a context axis", given)
             return
-        if _DROPOUT.value:
+        if self.dropout:
             raise UsageError(
                 "--dropout is not supported with a context axis. Received: "
-                f"{given} --dropout={_DROPOUT.value}. Omit --dropout."
+                f"{given} --dropout={self.dropout}. Omit --dropout."
             )
-        if _SEQUENCE_PARALLEL.value and layout.tensor > 1:
+        if self.sequence_parallel and layout.tensor > 1:
             raise UsageError(
                 "--sequence_parallel is not supported with a context axis, which splits all activations. "
                 f"Received: {given} --sequence_parallel --tensor={layout.tensor}. Omit "
@@ -193,7 +164,7 @@ class Language(Task):
                 f"Received: --seq_length={length} {given}."
             )
         heads = sizes.heads // layout.tensor
-        if _CONTEXT_ATTENTION.value == "ulysses" and heads % context:
+        if self.context_attention == "ulysses" and heads % context:
             raise UsageError(
                 "--heads must be a multiple of --tensor times --context with --context_attention=ulysses. "
                 f"Received: --heads={sizes.heads} --tensor={layout.tensor} {given}. Use other sizes, or "
@@ -201,19 +172,19 @@ class Language(Task):
             )
 
     def _check_experts(self, settings: Settings) -> None:
-        experts, expert = _EXPERTS.value, settings.layout.expert
+        experts, expert = self.experts, settings.layout.expert
         if experts is None:
             if expert > 1:
                 raise UsageError(
                     f"--expert requires --experts. Received: --expert={expert} without --experts."
                 )
-            refuse_ignored(DEFINE.values, (_TOP_K,), "requires --experts", "without --experts")
+            refuse_ignored(self, ["top_k"], "requires --experts", "without --experts")
             return
         _check_divides("experts", experts, "expert", expert)
-        if _TOP_K.value > experts:
+        if self.top_k > experts:
             raise UsageError(
                 "--top_k must be at most --experts. Received: "
-                f"--top_k={_TOP_K.value} --experts={experts}."
+                f"--top_k={self.top_k} --experts={experts}."
             )
 
     def _check_size(self, settings: Settings, sizes: Transformer) -> None:
@@ -221,19 +192,20 @@ class Language(Task):
 
         parameters = count_parameters(sizes)
         if parameters > _MOST_PARAMETERS:
+            given = as_given(self, ["config", *_SIZES])
             raise UsageError(
-                f"A model must have at most {_MOST_PARAMETERS:,} parameters. Received: "
-                f"{as_given(DEFINE.values, (_CONFIG, *_SIZES))} with {parameters:,.0f}."
+                f"A model must have at most {_MOST_PARAMETERS:,} parameters. Received: {given} with "
+                f"{parameters:,.0f}."
             )
-        tokens = settings.batch_size * _SEQ_LENGTH.value
+        tokens = settings.batch_size * self.seq_length
         if tokens > _MOST_TOKENS:
             raise UsageError(
                 f"A step must have at most {_MOST_TOKENS:,} tokens. Received: "
-                f"--batch_size={settings.batch_size} --seq_length={_SEQ_LENGTH.value}."
+                f"--batch_size={settings.batch_size} --seq_length={self.seq_length}."
             )
 
     def planned(self, value: str, batch: int, ranks: int, limits: Mapping[str, Any]) -> Automatic:
-        """Choose the layout of `--plan` for the model of the flags.
+        """Choose the layout of `--plan` for the model of the options.
 
         Args:
             value: The value of the flag.
@@ -241,18 +213,44 @@ class Language(Task):
             ranks: Number of ranks.
             limits: Arguments of `tfdist.addons.planner.Limits` from other flags.
         """
-        split = _SEQUENCE_PARALLEL.value
-        is_whole = split or _DROPOUT.value > 0
+        split = self.sequence_parallel
+        is_whole = split or self.dropout > 0
         axes = tuple(a for a in _MESH.order if not (is_whole and a in _MESH.token_axes))
         own = {"axes": axes, "sequence_parallel": (split,)}
-        return chosen(value, self._sizes(), batch, ranks, limits={**own, **limits})
+        return chosen(value, self.sizes(), batch, ranks, limits={**own, **limits})
+
+
+def _check_divides(what: str, value: int, by: str, divisor: int) -> None:
+    if value % divisor:
+        raise UsageError(
+            f"--{what} must be a multiple of --{by}. Received: --{what}={value} --{by}={divisor}."
+        )
+
+
+class Language(Task):
+    """A language model of bytes; see `tfdist.models.gpt` and `tfdist.addons.datasets.load_text`."""
+
+    models = ("gpt",)
+    dataset = "pydoc"
+    # Small batches, because the text is small: an epoch has 657 steps.
+    batch_size = 4
+    epochs = 5
+    learning_rate = 3e-3
+    item = "tokens"
+
+    def __init__(self, options: LanguageOptions):
+        self.options = options
+
+    def check(self, settings: Settings) -> None:
+        """Reject other datasets, and sizes that are not divisible."""
+        self.options.check(settings)
 
     def load(self, settings: Settings) -> Data:
         """Split the text into windows."""
         from tfdist.addons import datasets
 
         self._seed = settings.seed
-        length = _SEQ_LENGTH.value
+        length = self.options.seq_length
         try:
             self._text = datasets.load_text(settings.dataset)
         except (ValueError, ImportError) as error:
@@ -280,7 +278,7 @@ class Language(Task):
     def _windows(self, part: str, **options):
         from tfdist.addons import datasets
 
-        length = _SEQ_LENGTH.value
+        length = self.options.seq_length
         try:
             return datasets.language_model_windows(getattr(self._text, part), length, **options)
         except ValueError as error:
@@ -289,23 +287,23 @@ class Language(Task):
             ) from error
 
     def build(self, settings: Settings):
-        """Build a GPT of the sizes of the flags."""
+        """Build a GPT of the sizes of the options."""
         from tfdist import models
         from tfdist.addons.planner.programs import gpt_arguments
 
-        sizes = self._sizes()
+        sizes = self.options.sizes()
         arguments = gpt_arguments(sizes) | {
-            "dropout": _DROPOUT.value,
-            "sequence_parallel": _SEQUENCE_PARALLEL.value,
+            "dropout": self.options.dropout,
+            "sequence_parallel": self.options.sequence_parallel,
             # Balancing over a sequence does not depend on a pipeline's micro-batches.
             "experts": {"balance_over": "sequence"} if sizes.experts else None,
-            "context_attention": _CONTEXT_ATTENTION.value,
+            "context_attention": self.options.context_attention,
         }
         return models.gpt(sizes.vocabulary, **arguments)
 
     def callbacks(self) -> list:
         """The report of the load of experts, for models with experts."""
-        if self._sizes().experts is None:
+        if self.options.sizes().experts is None:
             return []
         from tfdist.addons.monitoring import ExpertLoad
 
@@ -327,7 +325,7 @@ class Language(Task):
             beta_2=0.95,
             global_clipnorm=1.0,
         )
-        loss = layers.VocabParallelCrossEntropy(self._sizes().vocabulary)
+        loss = layers.VocabParallelCrossEntropy(self.options.sizes().vocabulary)
         model.compile(optimizer, loss, **options)
 
     def verdict(self, logs) -> str:
@@ -341,19 +339,12 @@ class Language(Task):
 
     def show(self, model) -> str | None:
         """A sample that the model generates after the end of a paragraph."""
-        if not _SAMPLE.value:
+        if not self.options.sample:
             return None
         from tfdist import models
 
         tokens = models.generate(
-            model, list(_PROMPT), _SAMPLE.value, temperature=_TEMPERATURE, seed=self._seed
+            model, list(_PROMPT), self.options.sample, temperature=_TEMPERATURE, seed=self._seed
         )
         written = [token for token in tokens[len(_PROMPT) :].tolist() if token < _BYTES]
         return bytes(written).decode(errors="replace")
-
-
-def _check_divides(what: str, value: int, by: str, divisor: int) -> None:
-    if value % divisor:
-        raise UsageError(
-            f"--{what} must be a multiple of --{by}. Received: --{what}={value} --{by}={divisor}."
-        )

@@ -7,19 +7,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from absl import flags
-
-from tfdist.launch.flags.values import FlagDefiner
-
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
     from tfdist.launch.flags.mesh import Layout
-
-#: The flags of `tfdist-train` and of its tasks.
-VALUES = flags.FlagValues()
-DEFINE = FlagDefiner(VALUES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +64,6 @@ class Task(abc.ABC):
         epochs: The default number of epochs.
         learning_rate: The default learning rate of one rank.
         item: The unit of speed.
-        flags: The flags specific to the task.
         divides_tables: Whether embedding tables are sharded over the data axis.
     """
 
@@ -82,7 +73,6 @@ class Task(abc.ABC):
     epochs: int
     learning_rate: float
     item: str
-    flags: tuple[flags.FlagHolder, ...] = ()
     divides_tables: bool = False
 
     @abc.abstractmethod
@@ -90,7 +80,7 @@ class Task(abc.ABC):
         """Check the settings before the rendezvous of the ranks.
 
         Raises:
-            UsageError: Flags are not supported by the task.
+            UsageError: Options are not supported by the task.
         """
 
     @abc.abstractmethod
@@ -118,7 +108,7 @@ class Task(abc.ABC):
             model: The model.
             rate: The learning rate: a number, or a Keras schedule.
             make_optimizer: Function that creates the optimizer from the class and the arguments of the
-                task's default one; see `OptimizerFlags.make`.
+                task's default one; see `OptimizerOptions.make`.
             **options: Further arguments of the model's `compile`.
         """
 

@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.launch.flags.batch_shares import check_batch_shares, make_batch_shares
 from tfdist.launch.flags.compression import check_compression, make_compressor
-from tfdist.launch.flags.mesh import Layout, MeshFlags
-from tfdist.launch.flags.values import (
-    MOST_RANKS,
-    YEAR,
-    FlagDefiner,
-    UsageError,
-    as_given,
-    refuse_ignored,
-)
+from tfdist.launch.flags.mesh import Layout, MeshOptions
+from tfdist.launch.flags.options import as_given, names, option, refuse_ignored
+from tfdist.launch.flags.values import MOST_RANKS, YEAR, UsageError
 from tfdist.runtime.tf_config import read_tf_config
 
 if TYPE_CHECKING:
@@ -45,198 +39,147 @@ class World:
     steps_per_execution: int
 
 
-class WorldFlags:
-    """The flags of a program for its devices and strategy.
+_OF_SERVERS = ("max_staleness", "backup_ranks", "speculative")
+_OF_COLLECTIVES = (
+    "communication_dtype",
+    "compression",
+    "deterministic",
+    "bucket_mib",
+    "batch_shares",
+)
+#: The options that describe the ranks, in the order of the help.
+OF_RANKS = ("strategy", "tpu", "watchdog_seconds", *_OF_SERVERS, "bucket_mib", "batch_shares")
 
-    Args:
-        define: The definer of the program's flags.
-        mesh: The flags of the mesh.
 
-    Attributes:
-        steps_per_execution: The flag for the steps per call.
-        communication_dtype: The flag for the dtype of communicated gradients.
-        compression: The flag for gradient compression.
-        deterministic: The flag for bitwise reproducible runs.
-        of_ranks: The other flags.
-    """
+@dataclasses.dataclass(frozen=True)
+class StrategyOptions:
+    """The options of the devices and of their strategy; see the flags of the same names."""
 
-    def __init__(self, define: FlagDefiner, mesh: MeshFlags):
-        self._values, self._mesh = define.values, mesh
-        self._strategy = define.enum(
-            "strategy",
-            "auto",
-            ["auto", "horovod", "multi_worker", "local", "tpu", "parameter_server"],
-            "Strategy; auto: by the launcher of the ranks",
-        )
-        self._tpu = define.string(
-            "tpu", "local", "Name or address of the TPU; local: this machine's"
-        )
-        self.steps_per_execution = define.integer(
-            "steps_per_execution",
-            1,
-            "Steps per call of Keras [1; TPU: 32, or an epoch's]",
-            lower_bound=1,
-            upper_bound=1 << 20,
-        )
-        self._watchdog = define.float(
-            "watchdog_seconds",
-            600.0,
-            "Seconds until a stuck job ends; 0: never",
-            lower_bound=0.0,
-            upper_bound=YEAR,
-        )
-        self.communication_dtype = define.enum(
-            "communication_dtype",
-            "own",
-            ["own", "bfloat16", "float16"],
-            "Dtype of communicated gradients",
-        )
-        self.compression = define.string(
-            "compression", "none", "powersgd[:RANK], topk[:RATIO], onebit, int8 or int4"
-        )
-        self.deterministic = define.boolean(
-            "deterministic", False, "Bitwise identical results in each run"
-        )
-        self._max_staleness = define.integer(
-            "max_staleness",
-            None,
-            "Steps that a worker of parameter servers may be ahead [no limit]",
-            lower_bound=0,
-            upper_bound=1 << 20,
-        )
-        self._backup_ranks = define.integer(
-            "backup_ranks",
-            None,
-            "Workers of parameter servers that an update does not wait for",
-            lower_bound=0,
-            upper_bound=MOST_RANKS,
-        )
-        self._speculative = define.boolean(
-            "speculative", False, "Backup ranks repeat the batches of slow workers"
-        )
-        self._bucket_mib = define.integer(
-            "bucket_mib",
-            4,
-            "Size of a gradient bucket in MiB",
-            lower_bound=1,
-            upper_bound=1 << 20,
-        )
-        self._batch_shares = define.string(
-            "batch_shares", "equal", "Rows per rank: equal, measured, or shares such as 3,1"
-        )
-        self.of_ranks = (
-            self._strategy,
-            self._tpu,
-            self._watchdog,
-            self._max_staleness,
-            self._backup_ranks,
-            self._speculative,
-            self._bucket_mib,
-            self._batch_shares,
-        )
-        self._of_servers = (self._max_staleness, self._backup_ranks, self._speculative)
-        self._of_collectives = (
-            self.communication_dtype,
-            self.compression,
-            self.deterministic,
-            self._bucket_mib,
-            self._batch_shares,
-        )
+    strategy: str = option(
+        "auto",
+        "Strategy; auto: by the launcher of the ranks",
+        choices=("auto", "horovod", "multi_worker", "local", "tpu", "parameter_server"),
+    )
+    tpu: str = option("local", "Name or address of the TPU; local: this machine's")
+    steps_per_execution: int | None = option(
+        None,
+        "Steps per call of Keras [1; TPU: 32, or an epoch's]",
+        least=1,
+        most=1 << 20,
+        shown=1,
+    )
+    watchdog_seconds: float = option(
+        600.0, "Seconds until a stuck job ends; 0: never", least=0.0, most=YEAR
+    )
+    communication_dtype: str = option(
+        "own", "Dtype of communicated gradients", choices=("own", "bfloat16", "float16")
+    )
+    compression: str = option("none", "powersgd[:RANK], topk[:RATIO], onebit, int8 or int4")
+    deterministic: bool = option(False, "Bitwise identical results in each run")
+    max_staleness: int | None = option(
+        None,
+        "Steps that a worker of parameter servers may be ahead [no limit]",
+        least=0,
+        most=1 << 20,
+    )
+    backup_ranks: int | None = option(
+        None,
+        "Workers of parameter servers that an update does not wait for",
+        least=0,
+        most=MOST_RANKS,
+    )
+    speculative: bool = option(False, "Backup ranks repeat the batches of slow workers")
+    bucket_mib: int = option(4, "Size of a gradient bucket in MiB", least=1, most=1 << 20)
+    batch_shares: str = option("equal", "Rows per rank: equal, measured, or shares such as 3,1")
 
     @property
     def is_tpu(self) -> bool:
         """Whether a TPU is requested."""
-        return self._strategy.value == "tpu"
+        return self.strategy == "tpu"
 
     @property
     def has_servers(self) -> bool:
         """Whether parameters are on servers, by the flag or by TF_CONFIG."""
-        if self._strategy.value == "auto":
+        if self.strategy == "auto":
             try:
                 config = read_tf_config()
             except ValueError:
                 return False  # The strategy reports what is wrong with it.
             return config is not None and bool(config.servers)
-        return self._strategy.value == "parameter_server"
+        return self.strategy == "parameter_server"
 
     def planned(self, dtype: str) -> dict[str, Any]:
-        """The arguments of `tfdist.addons.planner.Limits` for these flags and a dtype policy."""
+        """The arguments of `tfdist.addons.planner.Limits` for these options and a dtype policy."""
         found: dict[str, Any] = {}
-        if self.compression.value != "none":
+        if self.compression != "none":
             found["zero_stages"] = (0, 1, 2)
-        if self.communication_dtype.value != "own" and dtype not in ("bfloat16", "float16"):
+        if self.communication_dtype != "own" and dtype not in ("bfloat16", "float16"):
             found["compression"] = 2.0
         return found
 
-    def check(self, layout: Layout) -> None:
-        """Reject flags that are incompatible."""
-        check_compression(self.compression.name, self.compression.value)
-        check_batch_shares(self._batch_shares.name, self._batch_shares.value)
-        if self.compression.value != "none" and layout.zero_stage == 3:
+    def check(self, layout: Layout, mesh: MeshOptions) -> None:
+        """Reject options that are incompatible."""
+        check_compression("compression", self.compression)
+        check_batch_shares("batch_shares", self.batch_shares)
+        if self.compression != "none" and layout.zero_stage == 3:
             raise UsageError(
                 "--compression is not supported with --zero_stage=3. Use --zero_stage=2. Received: "
-                f"--compression={self.compression.value} --zero_stage=3."
+                f"--compression={self.compression} --zero_stage=3."
             )
         if self.has_servers:
-            self._check_servers(layout)
+            self._check_servers(layout, mesh)
         else:
-            received = f"--strategy={self._strategy.value}"
-            refuse_ignored(
-                self._values, self._of_servers, "requires --strategy=parameter_server", received
-            )
+            why = "requires --strategy=parameter_server"
+            refuse_ignored(self, _OF_SERVERS, why, f"--strategy={self.strategy}")
         if not self.is_tpu:
-            received = f"--strategy={self._strategy.value}"
-            refuse_ignored(self._values, (self._tpu,), "requires --strategy=tpu", received)
+            received = f"--strategy={self.strategy}"
+            refuse_ignored(self, ["tpu"], "requires --strategy=tpu", received)
             return
-        for_ranks = (self._watchdog, *self._of_collectives)
-        refuse_ignored(self._values, for_ranks, "is not supported on a TPU", "--strategy=tpu")
+        for_ranks = ("watchdog_seconds", *_OF_COLLECTIVES)
+        refuse_ignored(self, for_ranks, "is not supported on a TPU", "--strategy=tpu")
         split = max(layout.tensor, layout.context, layout.pipeline) > 1
         if split or layout.zero_stage:
-            given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
             raise UsageError(
                 "Model parallelism and ZeRO are not supported on a TPU. Received: --strategy=tpu "
-                f"{given}."
+                f"{as_given(mesh, names(mesh))}."
             )
 
-    def _check_servers(self, layout: Layout) -> None:
+    def _check_servers(self, layout: Layout, mesh: MeshOptions) -> None:
         received = "parameter servers"
-        refuse_ignored(
-            self._values, self._of_collectives, f"is not supported with {received}", received
-        )
-        if self._speculative.value and not self._backup_ranks.value:
+        refuse_ignored(self, _OF_COLLECTIVES, f"is not supported with {received}", received)
+        if self.speculative and not self.backup_ranks:
             raise UsageError("--speculative requires --backup_ranks. Received: no --backup_ranks.")
         split = max(layout.tensor, layout.context, layout.pipeline, layout.expert) > 1
         if split or layout.zero_stage:
-            given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
             raise UsageError(
                 "Model parallelism and ZeRO are not supported with parameter servers. Received: "
-                f"--strategy={self._strategy.value} {given}. Omit the latter, or start the ranks without "
-                "--ps."
+                f"--strategy={self.strategy} {as_given(mesh, names(mesh))}. Omit the latter, or "
+                "start the ranks without --ps."
             )
 
-    def make(self, layout: Layout) -> World:
+    def make(self, layout: Layout, mesh: MeshOptions) -> World:
         """Connect to the other ranks, or initialize the TPU.
 
         Raises:
-            UsageError: The flags do not match the ranks or the TPU.
+            UsageError: The options do not match the ranks or the TPU.
         """
         if self.is_tpu:
             return self._make_tpu()
         if self.has_servers:
             return self._make_servers()
-        strategy = self._make_ranks(layout)
-        mesh = strategy.mesh
-        axes = [f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1]
-        replicas = len(mesh.group(*mesh.row_axes))
-        shown = f", {' x '.join(axes)}" if replicas != mesh.size else ""
+        strategy = self._make_ranks(layout, mesh)
+        ranks = strategy.mesh
+        axes = [f"{axis} {n}" for axis, n in ranks.shape.items() if n > 1]
+        replicas = len(ranks.group(*ranks.row_axes))
+        shown = f", {' x '.join(axes)}" if replicas != ranks.size else ""
         return World(
             strategy,
-            mesh.size,
+            ranks.size,
             replicas,
             strategy.is_chief,
-            f"{mesh.size} rank(s) of {type(strategy).__name__}{shown}",
+            f"{ranks.size} rank(s) of {type(strategy).__name__}{shown}",
             False,
-            self.steps_per_execution.value,
+            self.steps_per_execution or 1,
         )
 
     def _make_tpu(self) -> World:
@@ -244,14 +187,13 @@ class WorldFlags:
         from tfdist.strategies.tpu import NoTPUError
 
         try:
-            strategy = tpu(self._tpu.value)
+            strategy = tpu(self.tpu)
         except NoTPUError as error:
             raise UsageError(
                 f"--strategy=tpu failed: {error} Omit --strategy to train without a TPU."
             ) from error
         cores = strategy.num_replicas_in_sync
-        given = self.steps_per_execution
-        steps = given.value if given.present else 32
+        steps = self.steps_per_execution or 32
         return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
 
     def _make_servers(self) -> World:
@@ -259,21 +201,21 @@ class WorldFlags:
 
         try:
             strategy = ParameterServerStrategy(
-                max_staleness=self._max_staleness.value,
-                backup_ranks=self._backup_ranks.value,
-                speculative=self._speculative.value,
-                watchdog_seconds=self._watchdog.value or YEAR,
+                max_staleness=self.max_staleness,
+                backup_ranks=self.backup_ranks,
+                speculative=self.speculative,
+                watchdog_seconds=self.watchdog_seconds or YEAR,
             )
         except (ValueError, ParameterServerError) as error:
-            raise UsageError(f"--strategy={self._strategy.value} failed: {error}") from error
+            raise UsageError(f"--strategy={self.strategy} failed: {error}") from error
         size = strategy.num_workers
         words = f"{size} worker(s) of {type(strategy).__name__}"
         # Each update uses the batch of one worker, so the learning rate is not scaled.
         return World(
-            strategy, size, 1, strategy.is_chief, words, False, self.steps_per_execution.value
+            strategy, size, 1, strategy.is_chief, words, False, self.steps_per_execution or 1
         )
 
-    def _make_ranks(self, layout: Layout) -> Any:
+    def _make_ranks(self, layout: Layout, mesh: MeshOptions) -> Any:
         from tfdist import strategies
 
         kinds = {
@@ -281,20 +223,22 @@ class WorldFlags:
             "multi_worker": strategies.MultiWorkerStrategy,
             "local": strategies.LocalStrategy,
         }
-        make = kinds.get(self._strategy.value, strategies.auto)
-        dtype = self.communication_dtype.value
+        make = kinds.get(self.strategy, strategies.auto)
+        dtype = self.communication_dtype
         try:
             return make(
                 layout.mesh,
                 zero_stage=layout.zero_stage,
                 communication_dtype=None if dtype == "own" else dtype,
-                compression=make_compressor(self.compression.value),
-                batch_shares=make_batch_shares(self._batch_shares.value),
-                watchdog_seconds=self._watchdog.value,
-                deterministic=self.deterministic.value,
-                bucket_mib=self._bucket_mib.value,
+                compression=make_compressor(self.compression),
+                batch_shares=make_batch_shares(self.batch_shares),
+                watchdog_seconds=self.watchdog_seconds,
+                deterministic=self.deterministic,
+                bucket_mib=self.bucket_mib,
             )
         except (ValueError, ImportError) as error:
-            shown = (self._strategy, *self._mesh.mesh, self._mesh.zero, self._batch_shares)
-            given = as_given(self._values, shown) or f"--strategy={self._strategy.value}"
+            given = as_given(self, ["strategy", "batch_shares"])
+            given = (
+                f"{given} {as_given(mesh, names(mesh))}".strip() or f"--strategy={self.strategy}"
+            )
             raise UsageError(f"{given} cannot be used: {error}") from error

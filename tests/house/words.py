@@ -22,7 +22,6 @@ _FORM = re.compile(
     re.IGNORECASE,
 )
 _LOGGING = {"warning", "error", "info", "exception", "log_first_n", "critical"}
-_FLAGS = {"DEFINE_", "boolean", "string", "integer", "float", "enum", "list", "multi_string"}
 
 
 @functools.cache
@@ -91,7 +90,9 @@ def _texts_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _is_said(function: ast.expr) -> bool:
-    """Whether a call logs its arguments, or defines a flag."""
+    """Whether a call logs its arguments, or defines an option of a program."""
+    if isinstance(function, ast.Name):
+        return function.id == "option"
     if not isinstance(function, ast.Attribute):
         return False
     owner = ast.unparse(function.value)
@@ -99,9 +100,7 @@ def _is_said(function: ast.expr) -> bool:
         return "log" in owner
     if function.attr == "DEFINE_alias":
         return False  # Its arguments are names.
-    return ("flags" in owner and function.attr.startswith("DEFINE_")) or (
-        owner == "_define" and function.attr in _FLAGS
-    )
+    return "flags" in owner and function.attr.startswith("DEFINE_")
 
 
 def _text(node: ast.expr) -> str:

@@ -141,7 +141,7 @@ def test_backup_ranks(data_dir, more):
         (["--model=gpt", "--tensor=3"], "--heads=4 --tensor=3"),
         (["--model=gpt", "--tensor=0"], "tensor"),
         (["--context=2"], "--context is not supported for --model=mlp"),
-        (["--model=gpt", "--context_attention=ring"], "requires a context axis"),
+        (["--model=gpt", "--context_attention=all_gather"], "requires a context axis"),
         (["--model=gpt", "--context=2", "--dropout=0.1"], "--context=2 --dropout=0.1"),
         (["--model=gpt", "--context=2", "--pipeline=2", "--seq_length=6"], "--seq_length=6"),
         (
