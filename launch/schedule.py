@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from absl import flags
 
-from tfdist.addons.monitoring.timeline import as_text, legend, save_picture, write_chrome_trace
+from tfdist.addons.monitoring.timeline import (
+    as_text,
+    held_microbatches,
+    legend,
+    save_picture,
+    write_chrome_trace,
+)
 from tfdist.launch.flags import command
 from tfdist.launch.flags.values import FlagDefiner, as_given, output_file
 from tfdist.pipeline.schedules import SCHEDULES, Action, check_arguments, make_schedule
-from tfdist.pipeline.simulation import check_schedule, held_microbatches
+from tfdist.pipeline.simulation import check_schedule
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
