@@ -8,7 +8,7 @@ its loss scale. See `tfdist.gradients.path` for the steps of the path of a gradi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import types
 from collections.abc import Iterator
 
 import keras
@@ -112,7 +112,8 @@ def _add_variable_from_reference(self, reference_variable, name=None, *args, ori
             state = layout.flat
         like = reference_variable
         if state is not None:
-            like = _Shape(reference_variable.path, (state.share,), reference_variable.dtype)
+            path, dtype = reference_variable.path, reference_variable.dtype
+            like = types.SimpleNamespace(path=path, shape=(state.share,), dtype=dtype)
         # TensorFlow's method needs the device of the reference; here everything is on one device.
         variable = super(TFOptimizer, self).add_variable_from_reference(like, name, *args, **kwargs)
         if layout.is_spread:
@@ -144,15 +145,6 @@ def _check_scope(optimizer, reference) -> None:
     )
 
 
-@dataclasses.dataclass
-class _Shape:
-    """The attributes that an optimizer's variable copies from its reference."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def _update_step(self, grads, trainable_variables, learning_rate, *, original):
     """Under ZeRO 1 and 2, updates this rank's shards, and gathers the whole parameters."""
     path = current_path()
@@ -165,11 +157,6 @@ def _update_step(self, grads, trainable_variables, learning_rate, *, original):
     grads = path.reduce(grads)
     with path.updating(), _local_shards(trainable_variables, path.options) as variables:
         return original(self, grads, variables, learning_rate)
-
-
-def _overwrite_with_averages(self, trainable_variables, *, original):
-    with as_shards():
-        return original(self, trainable_variables)
 
 
 @contextlib.contextmanager
@@ -203,11 +190,5 @@ PATCHES = (
         "add_variable_from_reference",
         ("self", "reference_variable"),
         _add_variable_from_reference,
-    ),
-    Patch(
-        TFOptimizer,
-        "_overwrite_model_variables_with_average_value",
-        ("self", "trainable_variables"),
-        _overwrite_with_averages,
     ),
 )

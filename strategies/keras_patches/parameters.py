@@ -61,6 +61,12 @@ PATCHES = (
     Patch(keras.layers.Layer, "add_weight", ("self",), _add_weight),
     Patch(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
     Patch(
+        TFOptimizer,
+        "_overwrite_model_variables_with_average_value",
+        ("self", "trainable_variables"),
+        _with_shards,
+    ),
+    Patch(
         keras.callbacks.SwapEMAWeights,
         "_apply_to_ema_optimizers",
         ("self", "tf_fn", "backend_fn"),
