@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdist.backend.graph.compiling import check_sizes_may_change
 from tfdist.backend.graph.custom_gradient import custom_gradient
-from tfdist.collectives import all_reduce
-from tfdist.collectives.mappings import copy_to_region, gather_from_sequence_region
+from tfdist.collectives import all_gather, all_reduce
+from tfdist.collectives.mappings import copy_to_region
 from tfdist.experts.balancing import BiasState
 from tfdist.experts.dispatch import are_there, through_experts
 from tfdist.experts.losses import (
@@ -225,7 +225,7 @@ class MixtureOfExperts(TwoProducts):
         split = self._group if self.sequence_parallel else None
         whole = to_router = inputs
         if split is not None:
-            whole = gather_from_sequence_region(inputs, split, name=self.name)
+            whole = all_gather(inputs, split, 1, name=self.name)
             # Every tensor rank computes the whole router, and the ranks' gradients are summed.
             to_router = _with_gradient_over(whole, split.size)
         width = inputs.shape[-1]
