@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import all_reduce
 from tfdist.gradients.norms import sum_of_squares
+from tfdist.gradients.sparse import times
 from tfdist.sharding.layout import layout_of, sum_over_parts
 from tfdist.sharding.parts import FlatShard
 from tfdist.utils.places import replace_at
@@ -81,13 +82,3 @@ def sum_over_stages(squares: Sequence, variables: Sequence) -> tf.Tensor:
         return total
     own = [square for square, stage in present if stage is not None and stage.counts]
     return total + all_reduce(tf.add_n([zero, *own]), pipeline, name="norms")
-
-
-def times(gradient, scale):
-    """A gradient times a scalar; None stays None."""
-    if gradient is None:
-        return None
-    scale = tf.cast(scale, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * scale, gradient.indices, gradient.dense_shape)
-    return gradient * scale

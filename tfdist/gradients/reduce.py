@@ -13,7 +13,7 @@ from tfdist.gradients.buckets import buckets
 from tfdist.gradients.items import GradientItem, by_reduction
 from tfdist.gradients.origins import Origin
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
-from tfdist.gradients.sparse import reduce_rows, shard_of_gradient
+from tfdist.gradients.sparse import reduce_rows, shard_of_gradient, times
 from tfdist.gradients.throttle import InFlightLimit
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import flattened, unflattened
@@ -98,15 +98,10 @@ def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
         return list(gradients)
 
     def weigh(gradient):
-        if gradient is None:
-            return None
-        factor = tf.cast(step.gradient_share * step.gradient_group.size, gradient.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            values = tf.math.multiply_no_nan(gradient.values, factor)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return tf.math.multiply_no_nan(gradient, factor)
+        share = step.gradient_share * step.gradient_group.size
+        return times(gradient, share, tf.math.multiply_no_nan)
 
-    return [weigh(gradient) for gradient in gradients]
+    return [None if gradient is None else weigh(gradient) for gradient in gradients]
 
 
 def sum_partial_gradients(items: Sequence[GradientItem], options: GradientOptions) -> list:
