@@ -231,7 +231,9 @@ class MixtureOfExperts(TwoProducts):
         width = inputs.shape[-1]
         tokens = tf.reshape(whole, [-1, width])
         routing = self._route(tf.reshape(to_router, [-1, width]))
-        if training or _is_counted():
+        replica = current_replica()
+        # Losses that a layer adds are not used in a prediction under a strategy.
+        if training or replica is None or replica.step is not None:
             self._balance(routing, whole, mask, bool(training))
         y = self._outputs(tokens, routing, bool(training))
         y = tf.ensure_shape(tf.reshape(y, tf.shape(whole)), whole.shape)
@@ -331,19 +333,9 @@ class MixtureOfExperts(TwoProducts):
         active = total * self.top_k // self.num_experts
         return {"total": total + outside, "active": active + outside}
 
-    def compute_output_shape(self, input_shape):
-        """The shape of the input."""
-        return input_shape
-
     def get_config(self):
         """The configuration, which is the same on any mesh."""
         return {**super().get_config(), **self._config}
-
-
-def _is_counted() -> bool:
-    """Whether a loss that a layer adds may be used: not in a prediction under a strategy."""
-    replica = current_replica()
-    return replica is None or replica.step is not None
 
 
 def _with_gradient_over(tensor: tf.Tensor, divisor: int) -> tf.Tensor:

@@ -224,6 +224,10 @@ class TwoProducts(TensorParallelLayer):
         kernel_initializer = self.output_initializer or again(self.kernel_initializer)
         return self._product(RowParallelDense, units, kernel_initializer, name)
 
+    def compute_output_shape(self, input_shape):
+        """The shape of the input."""
+        return input_shape
+
 
 #: Layers whose output is replicated on all ranks, unless they split it themselves.
 _WHOLE = (
