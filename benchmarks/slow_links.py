@@ -62,7 +62,8 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
 
     from tfdist import layers, models
     from tfdist.addons import slow_links
-    from tfdist.collectives.p2p import P2PEngine, traffic
+    from tfdist.collectives.p2p import P2PEngine
+    from tfdist.testing.traffic import traffic
 
     keras.backend.clear_session()
     gc.collect()

@@ -244,7 +244,7 @@ def _side(job: Job, running: RunningJob, blocks: list[Block], peers: Path) -> Si
 def _names(known: Iterable[str], where: str = "") -> list[str]:
     """Those of `--only`, or all that there are."""
     options = _FLAGS.read()
-    names = list(known) if options.only is None else options.only
+    names = list(known if options.only is None else options.only)
     for name in names:
         if name not in known:
             raise command.UsageError(

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfdist.addons.monitoring.timeline import as_text, legend, save_picture, write_chrome_trace
+from tfdist.addons.monitoring.timeline import (
+    as_text,
+    held_microbatches,
+    legend,
+    save_picture,
+    write_chrome_trace,
+)
 from tfdist.launch.flags import command
 from tfdist.launch.flags.options import as_given, define_flags, option
 from tfdist.launch.flags.values import output_file
 from tfdist.pipeline.schedules import SCHEDULES, Action, check_arguments, make_schedule
-from tfdist.pipeline.simulation import check_schedule, held_microbatches
+from tfdist.pipeline.simulation import check_schedule
 
 #: The supported formats of plots, by suffix.
 _PICTURES = (".png", ".svg", ".pdf")

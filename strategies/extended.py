@@ -125,15 +125,12 @@ class ParallelExtended(OneDeviceExtended):
         return tf.distribute.get_replica_context().all_reduce(reduce_op, value, options)
 
     def _reduce_to(self, reduce_op, value, destinations, options):
-        del destinations, options
         return all_reduce(value, self._parallel.row_group, reduce_op.value.lower())
 
     def _gather_to_implementation(self, value, destinations, axis, options):
-        del destinations, options
         return all_gather(value, self._parallel.row_group, axis, uneven=True)
 
     def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
-        del group
         return fn(var, *args, **(kwargs or {}))
 
     def recording(self, first: FirstBatch | None) -> contextlib.AbstractContextManager[None]:
@@ -141,7 +138,6 @@ class ParallelExtended(OneDeviceExtended):
         return attributes_set(self, _first_batch=first)
 
     def _experimental_distribute_dataset(self, dataset, options):
-        del options
         if is_per_rank(dataset):
             return equal_steps(dataset, self._parallel.group())
         if self._in_multi_worker_mode():
@@ -152,7 +148,6 @@ class ParallelExtended(OneDeviceExtended):
         return self._own_tokens(shard_batches(dataset, group.size, group.rank, shares))
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
-        del options
         group = self._parallel.row_group
         context = tf.distribute.InputContext(group.size, group.rank, group.size)
         dataset = mark_per_rank(dataset_fn(context))

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
-from tfdist.strategies.devices import pin_gpu
-from tfdist.strategies.parallel import (
-    WATCHDOG_SECONDS,
-    ParallelStrategy,
-    check_options,
-    meeting,
-    notice_one_rank,
-)
+from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, check_options, meeting
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -47,8 +40,6 @@ class HorovodStrategy(ParallelStrategy):
             from tfdist.collectives.horovod import start
             from tfdist.runtime.horovod_variables import started_by_horovod
 
-            notice_one_rank(started_by_horovod())
-            pin_gpu()
-            with meeting(watchdog_seconds):
+            with meeting(started_by_horovod(), watchdog_seconds):
                 engine = start(mesh, deterministic=deterministic)
         super().__init__(engine, **options)

@@ -5,14 +5,7 @@ from __future__ import annotations
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.tensorflow import COMMUNICATIONS
 from tfdist.mesh import Mesh
-from tfdist.strategies.devices import pin_gpu
-from tfdist.strategies.parallel import (
-    WATCHDOG_SECONDS,
-    ParallelStrategy,
-    check_options,
-    meeting,
-    notice_one_rank,
-)
+from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, check_options, meeting
 from tfdist.utils import checks
 
 
@@ -55,9 +48,7 @@ class MultiWorkerStrategy(ParallelStrategy):
             from tfdist.collectives.tensorflow import TensorFlowEngine
             from tfdist.runtime.tf_config import started_by_tf_config
 
-            notice_one_rank(started_by_tf_config())
-            pin_gpu()
-            with meeting(watchdog_seconds):
+            with meeting(started_by_tf_config(), watchdog_seconds):
                 engine = TensorFlowEngine(mesh, communication)
                 if p2p:
                     engine = with_p2p(engine)

@@ -25,6 +25,7 @@ from tfdist.step.hooks import FitHook
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.local_steps import local_optimizer
 from tfdist.strategies import keras_patches
+from tfdist.strategies.devices import pin_gpu
 from tfdist.strategies.extended import ParallelExtended
 from tfdist.strategies.keras_patches.scopes import record_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
@@ -334,11 +335,17 @@ def script_name() -> str:
     return script if script.endswith(".py") else "train.py"
 
 
-def notice_one_rank(started: tuple[int, int] | None) -> None:
-    """Logs a warning if a strategy for many ranks has one, because no launcher was used.
+def meeting(
+    started: tuple[int, int] | None, watchdog_seconds: float
+) -> contextlib.AbstractContextManager:
+    """A context for the creation of an engine, on this rank's GPU if there are any.
+
+    Ranks exit with a message if the rendezvous takes too long. A strategy for many ranks that has one,
+    because no launcher was used, is noticed by a warning.
 
     Args:
         started: The rank and the number of ranks from the launcher of the strategy; None without one.
+        watchdog_seconds: The timeout; 0 for none.
     """
     from tfdist.runtime.schedulers import started_by_scheduler
 
@@ -348,10 +355,7 @@ def notice_one_rank(started: tuple[int, int] | None) -> None:
             "python %s` starts 4.",
             script_name(),
         )
-
-
-def meeting(watchdog_seconds: float):
-    """Guards the creation of an engine: ranks exit with a message if the rendezvous takes too long."""
+    pin_gpu()
     if not watchdog_seconds:
         return contextlib.nullcontext()
     return startup_guard(watchdog_seconds, "the rendezvous of the ranks")

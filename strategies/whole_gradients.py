@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.gradients.clipping import global_scale, squared_norms, sum_over_stages, times
 from tfdist.gradients.items import items_of
+from tfdist.gradients.norms import global_scale, squared_norms, sum_over_stages
 from tfdist.gradients.origins import Marks, Origin, origins_of
 from tfdist.gradients.reduce import reduce_items, sum_partial_gradients, weigh_items
+from tfdist.gradients.sparse import times
 from tfdist.sharding.layout import layout_of
 from tfdist.step.context import ReplicaContext
 from tfdist.utils.places import replace_at

@@ -171,9 +171,9 @@ def _third_of(cases, third: int) -> list:
     """
     taken = []
     functions = itertools.groupby(cases, key=lambda case: case.originalname)
-    for number, (_, own) in enumerate(functions):
-        own = list(own)
-        every = collections.defaultdict(dict)
+    for number, (_, group) in enumerate(functions):
+        own = list(group)
+        every: dict[str, dict[str, int]] = collections.defaultdict(dict)
         for case in own:
             for name, value in _parameters(case).items():
                 every[name].setdefault(value, len(every[name]))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tfdist.launch.flags.quiet import quiet_start
 from tfdist.launch.install_horovod.prerequisites import find_compiler, with_scripts
 from tfdist.runtime.digests import matches_digest, write_digest
+from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.lazy import find_addon
 
 
@@ -51,7 +55,7 @@ def _install(library, cache_dir: Path, force: bool) -> str:
         if not compiler:
             return _without("No C++ compiler was found.", library.what)
         start = time.monotonic()
-        library.build(compiler)
+        _build(library, compiler)
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, kept)
         write_digest(kept)
@@ -60,6 +64,37 @@ def _install(library, cache_dir: Path, force: bool) -> str:
     return (
         f"Built the compiled library ({library.what}) in {time.monotonic() - start:.0f} s: {path}"
     )
+
+
+def _build(library, compiler: Sequence[str]) -> None:
+    """Compile a library next to its sources, in place of earlier ones.
+
+    Args:
+        library: The library.
+        compiler: The command of a C++17 compiler.
+
+    Raises:
+        RuntimeError: The compiler failed; the message contains its output.
+        OSError: The compiler was not found, or the package's folder is not writable.
+    """
+    import tensorflow as tf
+
+    from tfdist.backend.native.library import FLAGS, HERE
+
+    path = library.path()
+    with tempfile.TemporaryDirectory(dir=library.folder, prefix="build-") as folder:
+        made = Path(folder) / path.name
+        flags = [*FLAGS, f"-I{HERE}", *tf.sysconfig.get_compile_flags()]
+        files = [*map(str, library.sources), "-o", str(made), *tf.sysconfig.get_link_flags()]
+        finished = run_in_session([*compiler, *flags, *files], stderr=subprocess.PIPE, text=True)
+        if finished.returncode:
+            raise RuntimeError(f"{finished.stderr[-4000:]}\n{compiler[0]} failed, see above.")
+        for pattern in ("tfdist-*.so", "tfdist-*.so.sha256"):
+            for old in library.folder.glob(pattern):
+                old.unlink()
+        # Atomically: another process finds the complete library or none.
+        os.replace(made, path)
+        write_digest(path)
 
 
 def _without(why: str, what: str) -> str:

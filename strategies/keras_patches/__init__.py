@@ -5,47 +5,21 @@ patched here, once, when the first strategy is created. Each patch calls Keras' 
 effect outside a tfdist strategy, and checks the signature that it relies on, to detect an incompatible Keras.
 """
 
+import importlib
+import pkgutil
+
 from tfdist.backend.keras.patching import apply_patches
 from tfdist.backend.keras.private import check_signatures
-from tfdist.strategies.keras_patches import (
-    batch_losses,
-    batches,
-    data,
-    empty_batches,
-    loss_scale,
-    losses,
-    metric_reads,
-    metrics,
-    normalization,
-    optimizers,
-    parameters,
-    randomness,
-    saving,
-    tapes,
-    trainer,
-    writers,
-)
+from tfdist.strategies.keras_patches import metric_reads
 from tfdist.utils.lazy import find_addon
 
 __all__ = ["install"]
 
-_MODULES = (
-    batch_losses,
-    batches,
-    data,
-    loss_scale,
-    losses,
-    metrics,
-    normalization,
-    optimizers,
-    parameters,
-    empty_batches,
-    randomness,
-    saving,
-    tapes,
-    trainer,
-    writers,
-)
+_ALL = [
+    importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__)
+]
+#: The modules here that patch functions: no two of them the same one.
+_MODULES = [module for module in _ALL if hasattr(module, "PATCHES")]
 
 
 def install() -> None:

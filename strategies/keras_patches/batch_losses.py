@@ -11,10 +11,12 @@ from typing import Any
 import keras
 
 from tfdist.backend.keras.attributes import loss_arguments, metric_arguments, metric_function
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.layers.whole_batch import all_rows, compares_rows, is_declared
 from tfdist.step.context import current_replica
 from tfdist.utils.temporary import attributes_set
+
+PATCHES = Patches()
 
 _logger = logging.getLogger("tfdist")
 
@@ -28,7 +30,6 @@ class _Local(threading.local):
 
 _local = _Local()
 _warned: set[str] = set()
-_SAMPLES = ("self", "y_true", "y_pred", "sample_weight")
 
 
 def of_whole_batch() -> bool:
@@ -62,6 +63,7 @@ def warn_of_scalar(values) -> None:
         )
 
 
+@PATCHES.of(keras.losses.Loss, "__call__")
 def _call_loss(self, y_true, y_pred, sample_weight=None, *, original):
     function = getattr(self, "fn", None)
     source, arguments = self if function is None else function, loss_arguments(self, {})
@@ -69,6 +71,7 @@ def _call_loss(self, y_true, y_pred, sample_weight=None, *, original):
         return original(self, *samples)
 
 
+@PATCHES.of(keras.metrics.MeanMetricWrapper, "update_state")
 def _update_metric(self, y_true, y_pred, sample_weight=None, *, original):
     function, arguments = metric_function(self), metric_arguments(self)
     with _samples(function, function, arguments, (y_true, y_pred, sample_weight)) as samples:
@@ -88,9 +91,3 @@ def _samples(source: Any, function: Any, arguments: dict, samples: tuple) -> Ite
     gathers = replica.num_gathers
     with attributes_set(_local, source=source, gathers=gathers, is_of_whole_batch=is_whole):
         yield samples
-
-
-PATCHES = (
-    Patch(keras.losses.Loss, "__call__", _SAMPLES, _call_loss),
-    Patch(keras.metrics.MeanMetricWrapper, "update_state", _SAMPLES, _update_metric),
-)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.data.sharding import row_range
 from tfdist.step.context import strategy_of
 from tfdist.step.local_steps import global_parameters
 from tfdist.strategies.keras_patches.models import adopt_optimizers, refuse_xla, strategy_of_ranks
 
+PATCHES = Patches()
 
+
+@PATCHES.of(TensorFlowTrainer, "predict_on_batch")
 def _predict_on_batch(self, x, *, original):
     if strategy_of_ranks(self) is None:
         return original(self, x)
     return self.predict(x, batch_size=_num_rows(x), verbose=0)
 
 
+@PATCHES.of(TensorFlowTrainer, "train_on_batch")
 def _train_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwargs):
     strategy = strategy_of(self)
     if strategy is not None:
@@ -26,6 +30,7 @@ def _train_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwar
     return original(self, x, y, sample_weight, *args, **kwargs)
 
 
+@PATCHES.of(TensorFlowTrainer, "test_on_batch")
 def _test_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwargs):
     x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
     with global_parameters(self):
@@ -56,12 +61,3 @@ def _own_rows(model, batch):
 
 def _num_rows(batch) -> int:
     return next(part for part in tf.nest.flatten(batch) if part is not None).shape[0]
-
-
-_BATCH = ("self", "x", "y", "sample_weight")
-
-PATCHES = (
-    Patch(TensorFlowTrainer, "predict_on_batch", ("self", "x"), _predict_on_batch),
-    Patch(TensorFlowTrainer, "train_on_batch", _BATCH, _train_on_batch),
-    Patch(TensorFlowTrainer, "test_on_batch", _BATCH, _test_on_batch),
-)

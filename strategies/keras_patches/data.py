@@ -8,7 +8,7 @@ import functools
 import tensorflow as tf
 
 from tfdist.backend.keras import attributes
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import GeneratorDataAdapter, PyDatasetAdapter, TFEpochIterator
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.position import DataPosition
@@ -17,6 +17,8 @@ from tfdist.data.sharding import is_none, length_varies, own_batches
 from tfdist.step.context import DistributedStrategy
 from tfdist.strategies.keras_patches.agreement import compare_first_batches
 from tfdist.strategies.keras_patches.py_datasets import prepare_by_epoch
+
+PATCHES = Patches()
 
 #: The positions of the running calls of `fit`, the innermost last.
 _open: list[DataPosition] = []
@@ -50,6 +52,7 @@ def batch_of(iterator):
     )
 
 
+@PATCHES.of(TFEpochIterator, "__init__")
 def _init(self, distribute_strategy=None, *args, original, **kwargs):
     is_ours = isinstance(distribute_strategy, DistributedStrategy)
     if not is_ours or distribute_strategy.mesh.size == 1:
@@ -136,6 +139,3 @@ class _OwnBatches:
                 "workers."
             )
         return len(range(self._worker, total, self._num_workers))
-
-
-PATCHES = (Patch(TFEpochIterator, "__init__", ("self", "distribute_strategy"), _init),)

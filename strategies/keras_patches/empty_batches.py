@@ -16,14 +16,17 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.provenance import with_provenance
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import CompileLoss, CompileMetrics
 from tfdist.step.context import current_replica, current_step
 from tfdist.strategies.keras_patches.losses import of_each_sample
 from tfdist.strategies.keras_patches.parameters import call_gathered
 from tfdist.strategies.keras_patches.synchronization import StatesOfCall, kept_where_empty
 
+PATCHES = Patches()
 
+
+@PATCHES.of(keras.layers.Layer, "__call__", "self", "args", "kwargs")
 def _call(self, *args, original, **kwargs):
     """Pads the inputs of the outermost layer of a call if there are no rows."""
     replica = current_replica()
@@ -83,11 +86,13 @@ def _without_it(value, rows: tf.Tensor):
     return with_provenance(lambda part: part[: tf.where(rows == 0, 0, tf.shape(part)[0])], value)
 
 
+@PATCHES.of(CompileLoss, "call")
 def _compile_loss(self, y_true, y_pred, sample_weight=None, *, original):
     with _padded(y_true, y_pred, sample_weight) as (given, _):
         return of_each_sample(original(self, *given))
 
 
+@PATCHES.of(CompileMetrics, "update_state")
 def _compile_metrics(self, y_true, y_pred, sample_weight=None, *, original):
     """Updates metrics, and restores their counts if there are no rows."""
     with _padded(y_true, y_pred, sample_weight) as (given, rows):
@@ -117,12 +122,3 @@ def _padded(*given) -> Iterator[tuple]:
     )
     with replica.padded(tf.equal(step.rows, 0)):
         yield given, step.rows
-
-
-_SAMPLES = ("self", "y_true", "y_pred", "sample_weight")
-
-PATCHES = (
-    Patch(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
-    Patch(CompileLoss, "call", _SAMPLES, _compile_loss),
-    Patch(CompileMetrics, "update_state", _SAMPLES, _compile_metrics),
-)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import LossScaleOptimizer, TensorFlowTrainer
 from tfdist.collectives import all_reduce
 from tfdist.step.context import current_replica, strategy_of
 from tfdist.step.local_steps import LocalSteps, group_in_step, local_optimizer
 from tfdist.strategies.keras_patches.data import began_before
+
+PATCHES = Patches()
 
 
 def loss_scale_logs(model) -> dict[str, tf.Tensor]:
@@ -29,6 +31,7 @@ def loss_scale_logs(model) -> dict[str, tf.Tensor]:
     }
 
 
+@PATCHES.of(LossScaleOptimizer, "check_finite")
 def _check_finite(self, grads, *, original):
     """Makes all ranks skip the step if a gradient overflows on one."""
     finite = original(self, grads)
@@ -45,6 +48,7 @@ def _check_finite(self, grads, *, original):
     return finite
 
 
+@PATCHES.of(TensorFlowTrainer, "_get_metrics_result_or_logs")
 def _metrics_or_logs(self, logs, *, original):
     """Lets Keras report the results of the metrics, which it does unless a step returns other logs."""
     more = loss_scale_logs(self)
@@ -65,9 +69,3 @@ def _of_all_ranks(model, logs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     least = tf.stack([logs["loss_scale"], -tf.cast(logs["skipped_steps"], tf.float32)])
     scale, skipped = tf.unstack(all_reduce(least, strategy.group(), "min", name="loss-scales"))
     return {"loss_scale": scale, "skipped_steps": tf.cast(-skipped, logs["skipped_steps"].dtype)}
-
-
-PATCHES = (
-    Patch(LossScaleOptimizer, "check_finite", ("self", "grads"), _check_finite),
-    Patch(TensorFlowTrainer, "_get_metrics_result_or_logs", ("self", "logs"), _metrics_or_logs),
-)

@@ -11,17 +11,22 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import loss_module
 from tfdist.step.context import current_step, role_of
 from tfdist.step.keras_step import KerasStep
 from tfdist.strategies.keras_patches.batch_losses import of_whole_batch, warn_of_scalar
 
+PATCHES = Patches()
 
+
+@PATCHES.of(loss_module, "scale_loss_for_distribution")
+@PATCHES.of(loss_module, "unscale_loss_for_distribution")
 def _scale(value, *, original):
     return original(value) if current_step() is None else value
 
 
+@PATCHES.of(loss_module, "reduce_weighted_values")
 def _reduce(
     values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None, *, original
 ):
@@ -84,15 +89,3 @@ def _refuse_microbatches(step: KerasStep, what: str) -> None:
             f"`{step.model.name}`. Set the `sample_weight` of other entries to 0 and use a loss with "
             "reduction='sum_over_batch_size', or use num_microbatches=1."
         )
-
-
-PATCHES = (
-    Patch(loss_module, "scale_loss_for_distribution", ("value",), _scale),
-    Patch(loss_module, "unscale_loss_for_distribution", ("value",), _scale),
-    Patch(
-        loss_module,
-        "reduce_weighted_values",
-        ("values", "sample_weight", "mask", "reduction", "dtype"),
-        _reduce,
-    ),
-)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.step.context import current_step, strategy_of
 from tfdist.step.keras_step import KerasStep
@@ -16,7 +16,10 @@ from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 from tfdist.strategies.keras_patches.loss_scale import loss_scale_logs
 from tfdist.strategies.keras_patches.metric_reads import keep_states
 
+PATCHES = Patches()
 
+
+@PATCHES.of(TensorFlowTrainer, "get_metrics_result")
 def _get_metrics_result(self, *, original):
     """The metrics of all ranks; in a training step also the logs of a loss scale."""
     results = _global_metrics(original, self)
@@ -52,6 +55,7 @@ def _global_metrics(original, self):
         return original(self)
 
 
+@PATCHES.of(keras.metrics.Mean, "update_state")
 def _update_mean(self, values, sample_weight=None, *, original):
     """Weights a scalar of a step, such as its loss, by the rank's share of the samples.
 
@@ -88,9 +92,3 @@ def _by_tokens(values, sample_weight, step: KerasStep):
         values = tf.identity(values)
         return values, tf.fill(tf.shape(values)[:1], factor)
     return values, tf.cast(sample_weight, tf.float32) * factor
-
-
-PATCHES = (
-    Patch(TensorFlowTrainer, "get_metrics_result", ("self",), _get_metrics_result),
-    Patch(keras.metrics.Mean, "update_state", ("self", "values", "sample_weight"), _update_mean),
-)

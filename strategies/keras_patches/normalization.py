@@ -12,13 +12,16 @@ import math
 
 import tensorflow as tf
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import nn
 from tfdist.collectives import all_gather
 from tfdist.step.context import current_replica
 from tfdist.step.keras_step import weighted
 
+PATCHES = Patches()
 
+
+@PATCHES.of(nn, "_compute_moments_sync")
 def _compute_moments_sync(x, axes, keepdims, *, original):
     """The mean and variance of all ranks' entries, with one collective.
 
@@ -52,6 +55,3 @@ def _compute_moments_sync(x, axes, keepdims, *, original):
     if not keepdims:
         mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
     return mean, variance
-
-
-PATCHES = (Patch(nn, "_compute_moments_sync", ("x", "axes", "keepdims"), _compute_moments_sync),)

@@ -8,14 +8,14 @@ its loss scale. See `tfdist.gradients.path` for the steps of the path of a gradi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import types
 from collections.abc import Iterator
 
 import keras
 
 from tfdist.backend.clock.stamps import updating
 from tfdist.backend.keras.attributes import stored_value
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import BaseOptimizer, LossScaleOptimizer, TFOptimizer
 from tfdist.gradients.elementwise import check_elementwise
 from tfdist.gradients.norms import square_of
@@ -28,7 +28,10 @@ from tfdist.step.gradient_options import GradientOptions
 from tfdist.strategies.keras_patches.parameters import as_shards
 from tfdist.utils.temporary import attributes_set
 
+PATCHES = Patches()
 
+
+@PATCHES.of(BaseOptimizer, "apply")
 def _apply(self, grads, trainable_variables=None, *, original):
     """Weights the gradients of a micro-step by its shares, before they are accumulated."""
     replica = current_replica()
@@ -50,6 +53,7 @@ def _apply(self, grads, trainable_variables=None, *, original):
             return original(self, grads, trainable_variables)
 
 
+@PATCHES.of(BaseOptimizer, "apply_gradients")
 def _apply_gradients(self, grads_and_vars, *, original, **kwargs):
     """Supports the arguments of Keras 2 that declare gradients as already reduced."""
     replica = current_replica()
@@ -61,6 +65,7 @@ def _apply_gradients(self, grads_and_vars, *, original, **kwargs):
         return original(self, grads_and_vars, **kwargs)
 
 
+@PATCHES.of(LossScaleOptimizer, "apply")
 def _apply_scaled(self, grads, trainable_variables=None, *, original):
     """Replaces handles: a loss scale reads the gradients of every step, without the user."""
     replica = current_replica()
@@ -87,6 +92,7 @@ def _prepare(optimizer, variables) -> None:
             update_layout(variable, state=state)
 
 
+@PATCHES.of(BaseOptimizer, "_clip_gradients")
 def _clip_gradients(self, grads, *, original):
     """Reduces gradients, once per step, after accumulation and before clipping."""
     path = current_path()
@@ -96,6 +102,7 @@ def _clip_gradients(self, grads, *, original):
     return path.clip(grads) if path.is_spread() else original(self, grads)
 
 
+@PATCHES.of(TFOptimizer, "add_variable_from_reference", "self", "reference_variable")
 def _add_variable_from_reference(self, reference_variable, name=None, *args, original, **kwargs):
     """Creates the state of a slice or shard, in its shape and with its layout."""
     strategy = current_strategy()
@@ -112,7 +119,8 @@ def _add_variable_from_reference(self, reference_variable, name=None, *args, ori
             state = layout.flat
         like = reference_variable
         if state is not None:
-            like = _Shape(reference_variable.path, (state.share,), reference_variable.dtype)
+            path, dtype = reference_variable.path, reference_variable.dtype
+            like = types.SimpleNamespace(path=path, shape=(state.share,), dtype=dtype)
         # TensorFlow's method needs the device of the reference; here everything is on one device.
         variable = super(TFOptimizer, self).add_variable_from_reference(like, name, *args, **kwargs)
         if layout.is_spread:
@@ -144,15 +152,7 @@ def _check_scope(optimizer, reference) -> None:
     )
 
 
-@dataclasses.dataclass
-class _Shape:
-    """The attributes that an optimizer's variable copies from its reference."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
+@PATCHES.of(TFOptimizer, "_backend_update_step")
 def _update_step(self, grads, trainable_variables, learning_rate, *, original):
     """Under ZeRO 1 and 2, updates this rank's shards, and gathers the whole parameters."""
     path = current_path()
@@ -165,11 +165,6 @@ def _update_step(self, grads, trainable_variables, learning_rate, *, original):
     grads = path.reduce(grads)
     with path.updating(), _local_shards(trainable_variables, path.options) as variables:
         return original(self, grads, variables, learning_rate)
-
-
-def _overwrite_with_averages(self, trainable_variables, *, original):
-    with as_shards():
-        return original(self, trainable_variables)
 
 
 @contextlib.contextmanager
@@ -188,26 +183,3 @@ def _local_shards(variables, options: GradientOptions) -> Iterator[list]:
     changed = [view for view in found if isinstance(view, LocalShard) and view.is_changed]
     if changed:
         all_gather_parameters(changed, options)
-
-
-_UPDATE = ("self", "grads", "trainable_variables")
-
-PATCHES = (
-    Patch(BaseOptimizer, "apply", _UPDATE, _apply),
-    Patch(BaseOptimizer, "apply_gradients", ("self", "grads_and_vars"), _apply_gradients),
-    Patch(LossScaleOptimizer, "apply", _UPDATE, _apply_scaled),
-    Patch(BaseOptimizer, "_clip_gradients", ("self", "grads"), _clip_gradients),
-    Patch(TFOptimizer, "_backend_update_step", (*_UPDATE, "learning_rate"), _update_step),
-    Patch(
-        TFOptimizer,
-        "add_variable_from_reference",
-        ("self", "reference_variable"),
-        _add_variable_from_reference,
-    ),
-    Patch(
-        TFOptimizer,
-        "_overwrite_model_variables_with_average_value",
-        ("self", "trainable_variables"),
-        _overwrite_with_averages,
-    ),
-)

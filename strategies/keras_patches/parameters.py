@@ -9,13 +9,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import TFOptimizer
 from tfdist.sharding.layout import begin_layout
 from tfdist.step.context import current_strategy
 from tfdist.utils.lazy import require_addon
 
+PATCHES = Patches()
 
+
+@PATCHES.of(keras.layers.Layer, "add_weight")
 def _add_weight(self, *args, original, **kwargs):
     strategy = current_strategy()
     shards = strategy is not None and strategy.zero_stage == 3
@@ -51,19 +54,14 @@ def _zero3() -> Any:
     return sys.modules.get("tfdist.zero.unshard")
 
 
+@PATCHES.of(TFOptimizer, "_var_key", "self", "variable")
+@PATCHES.of(
+    TFOptimizer, "_overwrite_model_variables_with_average_value", "self", "trainable_variables"
+)
+@PATCHES.of(
+    keras.callbacks.SwapEMAWeights, "_apply_to_ema_optimizers", "self", "tf_fn", "backend_fn"
+)
 def _with_shards(*args, original, **kwargs):
     """For methods without gradients that expect `variable.value` to be the variable's memory."""
     with as_shards():
         return original(*args, **kwargs)
-
-
-PATCHES = (
-    Patch(keras.layers.Layer, "add_weight", ("self",), _add_weight),
-    Patch(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
-    Patch(
-        keras.callbacks.SwapEMAWeights,
-        "_apply_to_ema_optimizers",
-        ("self", "tf_fn", "backend_fn"),
-        _with_shards,
-    ),
-)

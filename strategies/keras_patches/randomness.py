@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import SeedGenerator
 from tfdist.step.context import current_replica
+
+PATCHES = Patches()
 
 #: Odd, so that the seeds of two ranks never coincide; far from the steps by which Keras counts.
 _STRIDE = 0x9E3779B1
 
 
+@PATCHES.of(SeedGenerator, "next")
 def _next(self, ordered=True, *, original):
     """Offsets the drawn seed by the place of the rank's samples; the state stays equal on all ranks.
 
@@ -22,6 +25,3 @@ def _next(self, ordered=True, *, original):
     place = 0 if replica is None else replica.strategy.gradient_group.rank
     offset = (place * _STRIDE) % (1 << 31)
     return seed + tf.constant([offset, 0], dtype=seed.dtype) if place else seed
-
-
-PATCHES = (Patch(SeedGenerator, "next", ("self", "ordered"), _next),)

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import file_utils, saving_lib
 from tfdist.collectives.objects import all_gather_object
 from tfdist.step.context import strategy_of
@@ -23,6 +23,8 @@ from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
 from tfdist.strategies.keras_patches.splits import global_arrays, split_variables, whole_values
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 from tfdist.utils.temporary import attributes_set
+
+PATCHES = Patches()
 
 #: Strategies of a `fit` that begins, in which callbacks may restore on the chief alone.
 restoring: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -47,6 +49,8 @@ class _Local(threading.local):
 _local = _Local()
 
 
+@PATCHES.of(keras.Model, "save", "self", "filepath")
+@PATCHES.of(keras.Model, "save_weights", "self", "filepath")
 def write_once(self, *args, original, **kwargs):
     """Calls a method that writes files on the chief alone, with variables that are global arrays."""
     return write_some_once(original, self, split_variables(self), *args, **kwargs)
@@ -115,6 +119,7 @@ def _unpacked(content: bytes, text: str) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(text)
 
 
+@PATCHES.of(keras.callbacks.ModelCheckpoint, "_save_model", "self", "epoch", "batch", "logs")
 def save_checkpoint(self, *args, original, **kwargs):
     """Runs a callback that saves; the chief creates the folder first, which may fail."""
     strategy = strategy_of(self.model)
@@ -126,6 +131,7 @@ def save_checkpoint(self, *args, original, **kwargs):
             raise _local.failed  # The callback did not save.
 
 
+@PATCHES.of(file_utils, "makedirs")
 def _make_folder(path, *, original):
     """Creates the folder of a checkpoint; an exception is raised later, when all ranks receive it."""
     if _local.checkpoint is None or _local.writes:
@@ -138,6 +144,7 @@ def _make_folder(path, *, original):
     return None
 
 
+@PATCHES.of(keras.Model, "export", "self", "filepath")
 def _export(self, *args, original, **kwargs):
     if split_variables(self):
         raise ValueError(
@@ -148,6 +155,7 @@ def _export(self, *args, original, **kwargs):
     return write_once(self, *args, original=original, **kwargs)
 
 
+@PATCHES.of(saving_lib, "_load_state", "saveable", "weights_store")
 def _load_state(saveable, *args, original, **kwargs):
     """Reads global arrays in the outermost call, of which this rank stores its parts."""
     if _local.reads or not has_parts(saveable):
@@ -160,12 +168,3 @@ def _load_state(saveable, *args, original, **kwargs):
         reading = reading_parts(saveable)
     with attributes_set(_local, reads=True), reading:
         return original(saveable, *args, **kwargs)
-
-
-PATCHES = (
-    Patch(keras.Model, "save", ("self", "filepath"), write_once),
-    Patch(keras.Model, "save_weights", ("self", "filepath"), write_once),
-    Patch(keras.Model, "export", ("self", "filepath"), _export),
-    Patch(file_utils, "makedirs", ("path",), _make_folder),
-    Patch(saving_lib, "_load_state", ("saveable", "weights_store"), _load_state),
-)

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.collectives import all_reduce
 from tfdist.data.random_state import share_random_state
@@ -34,26 +34,27 @@ from tfdist.strategies.keras_patches.models import (
 from tfdist.strategies.keras_patches.scopes import warn_of_no_scope
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
+PATCHES = Patches()
+
 _logger = logging.getLogger("tfdist")
 
 
+@PATCHES.of(TensorFlowTrainer, "fit", "self", "x", "y")
 def _fit(self, *args, original, **kwargs):
     with _under_way("fit", original, self, *args, **kwargs) as arguments:
         return original(**arguments)
 
 
+@PATCHES.of(TensorFlowTrainer, "evaluate", "self", "x", "y")
 def _evaluate(self, *args, original, **kwargs):
     with _under_way("evaluate", original, self, *args, **kwargs) as arguments:
         return original(**arguments)
 
 
+@PATCHES.of(TensorFlowTrainer, "predict", "self", "x")
 def _predict(self, *args, original, **kwargs):
     with _under_way("predict", original, self, *args, **kwargs) as arguments:
-        strategy = strategy_of_ranks(self)
-        if strategy is None:
-            return original(**arguments)
-        with strategy.extended.predicting():
-            return original(**arguments)
+        return original(**arguments)
 
 
 @contextlib.contextmanager
@@ -86,23 +87,20 @@ def _under_way(kind: str, original: Callable, model, *args, **kwargs) -> Iterato
         hooks = fit_hooks(model, fit.callbacks)
         if strategy is not None:
             check_agreement(strategy, kind, arguments, hooks)
-            _share(strategy, kind, model, stack)
+            if kind == "fit":
+                share_random_state(strategy.group())
+                comparing_first_batch(stack)
+            else:
+                synchronize_layer_states(model)
         stack.enter_context(out_of_memory(model))
         stack.enter_context(hooked(fit, hooks))
         if strategy is not None:
             _prepare_callbacks(strategy, arguments, training=kind == "fit")
         if kind == "fit" and strategy_of(model) is not None:
             trace_if_changed(model, hooks)
+        if kind == "predict" and strategy is not None:
+            stack.enter_context(strategy.extended.predicting())
         yield arguments
-
-
-def _share(strategy, kind: str, model, stack: contextlib.ExitStack) -> None:
-    """Synchronizes state before a loop: random states for `fit`, otherwise states of layers."""
-    if kind == "fit":
-        share_random_state(strategy.group())
-        comparing_first_batch(stack)
-    else:
-        synchronize_layer_states(model)
 
 
 def _arguments(original, *args, **kwargs) -> dict:
@@ -112,6 +110,7 @@ def _arguments(original, *args, **kwargs) -> dict:
     return {**bound.arguments, **extra}
 
 
+@PATCHES.of(TensorFlowTrainer, "_maybe_symbolic_build")
 def _maybe_symbolic_build(self, iterator=None, data_batch=None, *, original):
     """Builds the model from the specification of a batch, for which Keras would draw a batch.
 
@@ -149,13 +148,3 @@ def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:
     arguments["callbacks"] = callbacks_of_rank(given, strategy, training=training)
     if not strategy.is_chief:
         arguments["verbose"] = 0
-
-
-_BUILD = ("self", "iterator", "data_batch")
-
-PATCHES = (
-    Patch(TensorFlowTrainer, "fit", ("self", "x", "y"), _fit),
-    Patch(TensorFlowTrainer, "evaluate", ("self", "x", "y"), _evaluate),
-    Patch(TensorFlowTrainer, "predict", ("self", "x"), _predict),
-    Patch(TensorFlowTrainer, "_maybe_symbolic_build", _BUILD, _maybe_symbolic_build),
-)

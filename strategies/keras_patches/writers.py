@@ -13,10 +13,12 @@ import tempfile
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.patching import Patches
 from tfdist.step.context import strategy_of
 from tfdist.strategies.keras_patches.saving import save_checkpoint
 from tfdist.strategies.keras_patches.splits import receive_slices
+
+PATCHES = Patches()
 
 WRITERS = (
     keras.callbacks.CSVLogger,
@@ -52,6 +54,7 @@ def silence(callback) -> None:
                 setattr(callback, name, tf.summary.create_file_writer(folder.name))
 
 
+@PATCHES.of(keras.callbacks.RemoteMonitor, "on_epoch_end", "self", "epoch", "logs")
 def _send(self, *args, original, **kwargs):
     """Sends the logs of a `RemoteMonitor` only from the chief."""
     return None if hasattr(self, _FOLDER) else original(self, *args, **kwargs)
@@ -68,6 +71,7 @@ def _writes(callback) -> bool:
     return strategy is None or strategy.group().size == 1 or strategy.is_chief
 
 
+@PATCHES.of(keras.callbacks.BackupAndRestore, "on_train_begin", "self", "logs")
 def _restore(self, *args, original, **kwargs):
     """Restores a backup on the chief; other ranks receive their parts of split weights."""
     if _writes(self):
@@ -76,6 +80,7 @@ def _restore(self, *args, original, **kwargs):
         receive_slices(self.model, self.model.distribute_strategy.group())
 
 
+@PATCHES.of(keras.callbacks.BackupAndRestore, "_save_model")
 def _back_up(self, *args, original, **kwargs):
     """Saves a backup on the chief; other ranks only take part in the collectives."""
     if _writes(self):
@@ -84,21 +89,6 @@ def _back_up(self, *args, original, **kwargs):
         self.model.save_weights(filepath=self._weights_path, overwrite=True)
 
 
+@PATCHES.of(keras.callbacks.BackupAndRestore, "on_train_end", "self", "logs")
 def _delete_backup(self, *args, original, **kwargs):
     return original(self, *args, **kwargs) if _writes(self) else None
-
-
-_BACKUP = keras.callbacks.BackupAndRestore
-
-PATCHES = (
-    Patch(_BACKUP, "on_train_begin", ("self", "logs"), _restore),
-    Patch(_BACKUP, "_save_model", ("self",), _back_up),
-    Patch(_BACKUP, "on_train_end", ("self", "logs"), _delete_backup),
-    Patch(
-        keras.callbacks.ModelCheckpoint,
-        "_save_model",
-        ("self", "epoch", "batch", "logs"),
-        save_checkpoint,
-    ),
-    Patch(keras.callbacks.RemoteMonitor, "on_epoch_end", ("self", "epoch", "logs"), _send),
-)

@@ -202,8 +202,8 @@ def test_rows_under_zero_3_are_refused(pool, name):
 
 def bytes_of_steps(kind: type[keras.Sequential], zero_stage: int, accumulation: int) -> list[int]:
     """The bytes that a rank sends in each of four steps, the first update behind it."""
-    from tfdist.collectives.p2p import traffic
     from tfdist.testing import strategy
+    from tfdist.testing.traffic import traffic
 
     keras.utils.set_random_seed(1)
     with strategy(zero_stage=zero_stage).scope():

@@ -38,8 +38,8 @@ def bytes_sent_by_a_sum(elements: int, by_engine: bool):
     import tensorflow as tf
 
     from tfdist.collectives import all_reduce
-    from tfdist.collectives.p2p import traffic
     from tfdist.testing import engine
+    from tfdist.testing.traffic import traffic
 
     world = engine()
     x = tf.ones([elements])

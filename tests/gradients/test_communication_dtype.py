@@ -19,8 +19,9 @@ def numbers(rank: int) -> np.ndarray:
 def sums(dtype: str, reduction: str) -> tuple[np.ndarray, int]:
     """The reduced numbers of all ranks, and the bytes that this rank has sent for them."""
     from tfdist.collectives.low_precision import narrow_all_reduce
-    from tfdist.collectives.p2p import P2PEngine, traffic
+    from tfdist.collectives.p2p import P2PEngine
     from tfdist.testing import engine
+    from tfdist.testing.traffic import traffic
 
     group = engine().group()
     before = traffic().sent if isinstance(engine(), P2PEngine) else 0

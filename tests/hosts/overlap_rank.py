@@ -19,7 +19,7 @@ import tfdist
 from tfdist import layers, models
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import all_gather_object
-from tfdist.collectives.p2p import traffic
+from tfdist.testing.traffic import traffic
 
 ROUNDS, STEPS, TRACED = 9, 2, 3
 LAYERS, WIDTH, TOKENS, VOCABULARY, ROWS = 4, 256, 128, 512, 32

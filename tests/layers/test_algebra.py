@@ -17,7 +17,7 @@ def pairs() -> list[str]:
     import tensorflow as tf
 
     from tfdist import Mesh
-    from tfdist.collectives import mappings
+    from tfdist.collectives import all_gather, mappings, reduce_scatter
     from tfdist.testing import engine
 
     group = engine(Mesh(data=1, tensor=-1)).group("tensor")
@@ -76,7 +76,7 @@ def pairs() -> list[str]:
         )
         check(
             f"gather_sequence {axis}",
-            lambda x, axis=axis: c.gather_from_sequence_region(x, group, axis),
+            lambda x, axis=axis: all_gather(x, group, axis),
             mine(whole, axis),
             whole,
             upstream[me],
@@ -84,7 +84,7 @@ def pairs() -> list[str]:
         )
         check(
             f"scatter_sequence {axis}",
-            lambda x, axis=axis: c.reduce_scatter_to_sequence_region(x, group, axis),
+            lambda x, axis=axis: reduce_scatter(x, group, axis=axis),
             parts[me],
             mine(total, axis),
             mine(whole_dy, axis),

@@ -7,11 +7,11 @@ import itertools
 
 import pytest
 
+from tfdist.addons.monitoring.timeline import held_microbatches
 from tfdist.pipeline.schedules import SCHEDULES, Action, make_schedule
 from tfdist.pipeline.simulation import (
     UNIT_COSTS,
     check_schedule,
-    held_microbatches,
     messages,
     simulate,
 )

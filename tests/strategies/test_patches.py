@@ -244,3 +244,5 @@ def test_the_document_lists_what_is_wrapped():
 def test_each_module_with_wrappers_is_installed():
     listed = {each for each in wrapping_modules() if "keras_patches" in each.__name__}
     assert listed == set(keras_patches._MODULES)
+    functions = [(id(each.owner), each.name) for module in listed for each in module.PATCHES]
+    assert len(functions) == len(set(functions))

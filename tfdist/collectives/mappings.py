@@ -10,10 +10,10 @@ all members; a split tensor has one part per member. These operations convert be
 | `reduce_from_region`: sum over the members | identity |
 | `scatter_to_region`: this member's slice | concatenation of the slices |
 | `gather_from_region`: concatenation | this member's slice |
-| `gather_from_sequence_region`: concatenation | sum, of which this member's slice |
-| `reduce_scatter_to_sequence_region`: sum, this member's slice | concatenation |
+| `all_gather` of a sequence: concatenation | sum, of which this member's slice |
+| `reduce_scatter` to a sequence: sum, this member's slice | concatenation |
 
-They differ from `all_reduce` and similar operations, whose gradients are those of the sum of all
+The first four differ from `all_reduce` and similar operations, whose gradients are those of the sum of all
 members' losses: there every member has a separate loss, here all have the same.
 
 Sources: Shoeybi et al. 2019, "Megatron-LM" (f and g: `copy_to_region` and
@@ -78,22 +78,6 @@ def gather_from_region(tensor, group: Group, axis: int = -1, *, name: str | None
     )
 
 
-def gather_from_sequence_region(tensor, group: Group, axis: int = 1, *, name: str | None = None):
-    """Joins slices along `axis` for a region where each member computes a part."""
-    return tensor if group.size == 1 else all_gather(tensor, group, axis, name=name)
-
-
-def reduce_scatter_to_sequence_region(
-    tensor, group: Group, axis: int = 1, *, name: str | None = None
-):
-    """Sums the members' parts; each member keeps its slice along `axis`.
-
-    Raises:
-        ValueError: The size along `axis` is not divisible by the size of the group.
-    """
-    return tensor if group.size == 1 else reduce_scatter(tensor, group, "sum", axis, name=name)
-
-
 def _pair(tensor, group: Group, forward: Callable, backward: Callable):
     """The tensor in a group of one; otherwise `forward` of it, whose gradient is `backward`."""
     if group.size == 1:
@@ -109,7 +93,7 @@ def _pair(tensor, group: Group, forward: Callable, backward: Callable):
 def column_parallel_matmul(
     tensor, kernel, group: Group, sequence_axis: int | None = None, *, bias=None, name=None
 ):
-    """`copy_to_region` (or `gather_from_sequence_region`), fused with a `linear` of this member's columns.
+    """`copy_to_region` (or `all_gather` of a sequence), fused with a `linear` of this member's columns.
 
     In the backward pass the product for the input's gradient comes first, so that the communication of
     its sum over the members overlaps with the computation of the kernel's gradient.

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdist.backend.graph.compiling import check_sizes_may_change
 from tfdist.backend.graph.custom_gradient import custom_gradient
-from tfdist.collectives import all_reduce
-from tfdist.collectives.mappings import copy_to_region, gather_from_sequence_region
+from tfdist.collectives import all_gather, all_reduce
+from tfdist.collectives.mappings import copy_to_region
 from tfdist.experts.balancing import BiasState
 from tfdist.experts.dispatch import are_there, through_experts
 from tfdist.experts.losses import (
@@ -225,13 +225,15 @@ class MixtureOfExperts(TwoProducts):
         split = self._group if self.sequence_parallel else None
         whole = to_router = inputs
         if split is not None:
-            whole = gather_from_sequence_region(inputs, split, name=self.name)
+            whole = all_gather(inputs, split, 1, name=self.name)
             # Every tensor rank computes the whole router, and the ranks' gradients are summed.
             to_router = _with_gradient_over(whole, split.size)
         width = inputs.shape[-1]
         tokens = tf.reshape(whole, [-1, width])
         routing = self._route(tf.reshape(to_router, [-1, width]))
-        if training or _is_counted():
+        replica = current_replica()
+        # Losses that a layer adds are not used in a prediction under a strategy.
+        if training or replica is None or replica.step is not None:
             self._balance(routing, whole, mask, bool(training))
         y = self._outputs(tokens, routing, bool(training))
         y = tf.ensure_shape(tf.reshape(y, tf.shape(whole)), whole.shape)
@@ -331,19 +333,9 @@ class MixtureOfExperts(TwoProducts):
         active = total * self.top_k // self.num_experts
         return {"total": total + outside, "active": active + outside}
 
-    def compute_output_shape(self, input_shape):
-        """The shape of the input."""
-        return input_shape
-
     def get_config(self):
         """The configuration, which is the same on any mesh."""
         return {**super().get_config(), **self._config}
-
-
-def _is_counted() -> bool:
-    """Whether a loss that a layer adds may be used: not in a prediction under a strategy."""
-    replica = current_replica()
-    return replica is None or replica.step is not None
 
 
 def _with_gradient_over(tensor: tf.Tensor, divisor: int) -> tf.Tensor:

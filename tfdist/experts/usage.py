@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import tensorflow as tf
-
-from tfdist.backend.keras.private import all_layers
 
 
 class ExpertUsage:
@@ -38,9 +35,3 @@ class ExpertUsage:
         found = self._counts.numpy()
         self._counts.assign(tf.zeros_like(self._counts))
         return found
-
-
-def usages_of(model: keras.Model) -> dict[str, ExpertUsage]:
-    """The counts of each layer of experts of a model, by the layer's path."""
-    found = {layer.path: getattr(layer, "expert_usage", None) for layer in all_layers(model)}
-    return {path: usage for path, usage in found.items() if isinstance(usage, ExpertUsage)}

@@ -81,22 +81,14 @@ def items_of(
         keeps_rows: As in `GradientItem`.
     """
     strategy, mesh = replica.strategy, replica.strategy.mesh
-    layouts = [layout_of(variable) for variable in variables]
-    return [
-        GradientItem(
-            gradient,
-            variable,
-            layout,
-            group_in_step(strategy.group(*layout.gradient_axes(mesh)), replica.in_step),
-            layout.reduction(mesh, replica.step),
-            keeps_rows,
-            origin is not Origin.LOCAL,
-            origin is Origin.PART,
-        )
-        for gradient, variable, layout, origin in zip(
-            gradients, variables, layouts, origins, strict=True
-        )
-    ]
+    found = []
+    for gradient, variable, origin in zip(gradients, variables, origins, strict=True):
+        layout = layout_of(variable)
+        group = group_in_step(strategy.group(*layout.gradient_axes(mesh)), replica.in_step)
+        reduction = layout.reduction(mesh, replica.step)
+        flags = keeps_rows, origin is not Origin.LOCAL, origin is Origin.PART
+        found.append(GradientItem(gradient, variable, layout, group, reduction, *flags))
+    return found
 
 
 def by_reduction(items: Sequence[GradientItem]) -> dict[tuple[Group, str], list[int]]:

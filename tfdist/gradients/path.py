@@ -16,9 +16,8 @@ import contextlib
 from collections.abc import Sequence
 
 from tfdist.backend.clock.stamps import reducing
-from tfdist.gradients.clipping import clip_spread_gradients
 from tfdist.gradients.items import GradientItem, items_of
-from tfdist.gradients.norms import weighted_square
+from tfdist.gradients.norms import clip_spread_gradients, weighted_square
 from tfdist.gradients.origins import Origin
 from tfdist.gradients.reduce import own_parts, reduce_items, sum_partial_gradients, weigh_items
 from tfdist.gradients.stage import Position, Stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,11 +13,11 @@ from tfdist.collectives.run import Call, run
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.items import GradientItem
 from tfdist.gradients.origins import Origin
-from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
-from tfdist.gradients.sparse import reduce_rows, shard_of_gradient
-from tfdist.gradients.throttle import InFlightLimit
+from tfdist.gradients.sparse import reduce_rows, shard_of_gradient, shard_of_rows, times
+from tfdist.gradients.throttle import MAX_IN_FLIGHT_SHARDED, InFlightLimit
+from tfdist.sharding.collectives import reduce_scatter_arrays
 from tfdist.sharding.layout import layout_of
-from tfdist.sharding.parts import flattened, unflattened
+from tfdist.sharding.parts import FlatShard, flattened, unflattened
 from tfdist.step.context import ReplicaContext
 from tfdist.step.gradient_options import GradientOptions
 from tfdist.step.keras_step import KerasStep
@@ -98,15 +99,10 @@ def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
         return list(gradients)
 
     def weigh(gradient):
-        if gradient is None:
-            return None
-        factor = tf.cast(step.gradient_share * step.gradient_group.size, gradient.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            values = tf.math.multiply_no_nan(gradient.values, factor)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return tf.math.multiply_no_nan(gradient, factor)
+        share = step.gradient_share * step.gradient_group.size
+        return times(gradient, share, tf.math.multiply_no_nan)
 
-    return [weigh(gradient) for gradient in gradients]
+    return [None if gradient is None else weigh(gradient) for gradient in gradients]
 
 
 def sum_partial_gradients(items: Sequence[GradientItem], options: GradientOptions) -> list:
@@ -159,6 +155,47 @@ def reduce_items(
         else:
             some = reduce_gradients(some, group, reduction, options, keep_rows=rows, name=name)
         replace_at(found, places, some)
+    return found
+
+
+def reduce_scatter_gradients(
+    gradients: Sequence,
+    shards: Sequence[FlatShard | Any],
+    reduction: str,
+    options: GradientOptions,
+    *,
+    keep_rows: bool = False,
+) -> list:
+    """Reduces gradients to this rank's flat shards of them.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None, in the order of the variables.
+        shards: The flat shard of each; None for gradients that are not changed.
+        reduction: "sum" or "mean".
+        options: How gradients are sent.
+        keep_rows: Whether sparse gradients stay sparse, with the rows of all ranks.
+    """
+    found = list(gradients)
+    groups: list = [None] * len(found)
+    for place, (gradient, shard) in enumerate(zip(gradients, shards, strict=True)):
+        if gradient is None or shard is None:
+            continue
+        if keep_rows and isinstance(gradient, tf.IndexedSlices):
+            rows = reduce_rows(gradient, shard.group, reduction, f"gradients/{place}")
+            found[place] = shard_of_rows(rows, shard)
+        else:
+            found[place], groups[place] = tf.convert_to_tensor(gradient), shard.group
+    for places in places_by(groups).values():
+        # The backward pass yields the gradients of the last layers first.
+        ready = [(place, found[place]) for place in reversed(places)]
+        limit = InFlightLimit(MAX_IN_FLIGHT_SHARDED)
+        for number, bucket in enumerate(buckets(ready, options.bucket_bytes)):
+            tensors, cuts = [found[p] for p in bucket], [shards[p] for p in bucket]
+            limit.begin(tensors)
+            name = f"gradients/bucket{number}"
+            reduced = reduce_scatter_arrays(tensors, cuts, reduction, options, name)
+            limit.end(reduced)
+            replace_at(found, bucket, reduced)
     return found
 
 

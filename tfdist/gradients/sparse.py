@@ -9,7 +9,7 @@ only their sum, unless the optimizer uses only the sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -125,3 +125,14 @@ def shard_of_gradient(gradient, shard: FlatShard | None):
         return gradient
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     return shard_of_rows(gradient, shard) if is_sparse else shard.local_shard(gradient)
+
+
+def times(gradient, factor, multiply: Callable = tf.multiply):
+    """A gradient, dense or sparse, times a scalar; None stays None."""
+    if gradient is None:
+        return None
+    factor = tf.cast(factor, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        values = multiply(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return multiply(gradient, factor)

@@ -79,12 +79,10 @@ class GradientStage(abc.ABC):
 
     def claims(self, item: GradientItem) -> bool:
         """Whether this stage of REDUCE reduces a gradient."""
-        del item
         return False
 
     def kept_states(self, model: keras.Model) -> Sequence[KeptState]:
         """The states of this stage that checkpoints of a model save and restore."""
-        del model
         return ()
 
     @abc.abstractmethod

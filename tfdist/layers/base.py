@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import keras
 
-from tfdist.collectives import Group
-from tfdist.collectives.mappings import (
-    reduce_from_region,
-    reduce_scatter_to_sequence_region,
-)
+from tfdist.collectives import Group, reduce_scatter
+from tfdist.collectives.mappings import reduce_from_region
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group
 from tfdist.utils import checks
@@ -94,8 +91,9 @@ class TensorParallelLayer(keras.layers.Layer):
 
     def _reduce(self, parts, group: Group, name: str | None = None):
         """The sum of the ranks' parts of an output, or this rank's slice of it."""
-        reduce = reduce_scatter_to_sequence_region if self.sequence_parallel else reduce_from_region
-        return reduce(parts, group, name=name or self.name)
+        if self.sequence_parallel:
+            return reduce_scatter(parts, group, axis=1, name=name or self.name)
+        return reduce_from_region(parts, group, name=name or self.name)
 
     def get_config(self):
         """The configuration, which is the same on any mesh."""

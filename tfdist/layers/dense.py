@@ -47,7 +47,6 @@ class _SplitDense(TensorParallelLayer, keras.layers.Dense):
         """Maps [..., this rank's features] to [..., this rank's units]."""
         if has_features(self):
             return super().call(inputs, training=training)
-        inputs = self._own_features(inputs)
         bias = None if self.bias is None else value_tensor(self.bias)
         kernel = value_tensor(kernel_of(self))
         if self._group is None:
@@ -55,10 +54,6 @@ class _SplitDense(TensorParallelLayer, keras.layers.Dense):
         else:
             outputs = self._split_product(inputs, kernel, bias, self._group)
         return outputs if self.activation is None else self.activation(outputs)
-
-    def _own_features(self, inputs):
-        """The features of the input that this rank's part of the kernel multiplies."""
-        return inputs
 
     def _split_product(self, inputs, kernel, bias, group: Group):
         raise NotImplementedError
@@ -183,12 +178,9 @@ class RowParallelDense(_SplitDense):
             )
         return super().compute_output_spec(inputs, *args, **kwargs)
 
-    def _own_features(self, inputs):
-        if self._group is None or self.input_is_parallel:
-            return inputs
-        return scatter_to_region(inputs, self._group, name=self.name)
-
     def _split_product(self, inputs, kernel, bias, group: Group):
+        if not self.input_is_parallel:
+            inputs = scatter_to_region(inputs, group, name=self.name)
         outputs = self._reduce(linear(inputs, kernel), group)
         return outputs if bias is None else tf.nn.bias_add(outputs, bias)
 
@@ -231,6 +223,10 @@ class TwoProducts(TensorParallelLayer):
     def _output_product(self, units: int, name: str):
         kernel_initializer = self.output_initializer or again(self.kernel_initializer)
         return self._product(RowParallelDense, units, kernel_initializer, name)
+
+    def compute_output_shape(self, input_shape):
+        """The shape of the input."""
+        return input_shape
 
 
 #: Layers whose output is replicated on all ranks, unless they split it themselves.

@@ -6,12 +6,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.attributes import history, table_of
-from tfdist.collectives import Group
+from tfdist.collectives import Group, all_gather
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
     copy_to_region,
     gather_from_region,
-    gather_from_sequence_region,
     linear,
 )
 from tfdist.layers.base import TensorParallelLayer
@@ -153,7 +152,7 @@ def split_logits(
     if sequence_axis is None:
         inputs = copy_to_region(inputs, group, name=name)
     else:
-        inputs = gather_from_sequence_region(inputs, group, sequence_axis, name=name)
+        inputs = all_gather(inputs, group, sequence_axis, name=name)
     return linear(inputs, kernel)
 
 

@@ -98,7 +98,3 @@ class ParallelMLP(TwoProducts):
         else:
             hidden = gelu(hidden)
         return self.output_dense(hidden)
-
-    def compute_output_shape(self, input_shape):
-        """The shape of the input."""
-        return input_shape

@@ -48,14 +48,7 @@ class LayerNormalization(_LastDimNormalization, keras.layers.LayerNormalization)
     def call(self, inputs):
         """Maps [..., features] to the same shape."""
         found = normalized_in_one_pass(self, inputs)
-        if found is not None:
-            return found
-        dtype = _wide_dtype(inputs)
-        scale, offset = (
-            None if each is None else tf.cast(value_tensor(each), dtype)
-            for each in (self.gamma, self.beta)
-        )
-        return tf.cast(_normalize(inputs, scale, offset, self.epsilon), self.compute_dtype)
+        return _normalized(self, inputs, self.gamma, self.beta) if found is None else found
 
     def get_config(self):
         """The configuration, which is the same on any mesh."""
@@ -78,9 +71,7 @@ class RMSNormalization(_LastDimNormalization, keras.layers.RMSNormalization):
 
     def call(self, inputs):
         """Maps [..., features] to the same shape."""
-        scale = tf.cast(value_tensor(self.scale), _wide_dtype(inputs))
-        outputs = _normalize(inputs, scale, None, self.epsilon, centers=False)
-        return tf.cast(outputs, self.compute_dtype)
+        return _normalized(self, inputs, self.scale, None, centers=False)
 
 
 def normalized_in_one_pass(layer: keras.layers.LayerNormalization, inputs):
@@ -124,18 +115,22 @@ def _one_pass(inputs, scale, offset, epsilon: float):
     return normalize(inputs, scale, offset)
 
 
-def _normalize(inputs, scale, offset, epsilon: float, *, centers: bool = True):
+def _normalized(layer: keras.layers.Layer, inputs, scale, offset, *, centers: bool = True):
     """The output, computed in float32 or wider.
 
     The gradient keeps the normalized input, or the input if its dtype is narrower.
 
     Args:
+        layer: The layer, whose `epsilon` is added to the variance.
         inputs: Shape [..., features].
-        scale: Shape [features], or None.
-        offset: Shape [features], or None.
-        epsilon: Added to the variance.
+        scale: A variable of shape [features], or None.
+        offset: The same.
         centers: Whether the mean is subtracted.
     """
+    scale, offset = (
+        None if each is None else tf.cast(value_tensor(each), _wide_dtype(inputs))
+        for each in (scale, offset)
+    )
 
     @custom_gradient
     def normalize(x, *_):
@@ -145,7 +140,7 @@ def _normalize(inputs, scale, offset, epsilon: float, *, centers: bool = True):
 
         mean = tf.reduce_mean(_wide(x), axis=-1, keepdims=True) if centers else None
         variance = tf.reduce_mean(tf.square(centered()), axis=-1, keepdims=True)
-        inverse = tf.math.rsqrt(variance + epsilon)
+        inverse = tf.math.rsqrt(variance + layer.epsilon)
         y = centered() * inverse
 
         def gradient(dy):
@@ -164,4 +159,5 @@ def _normalize(inputs, scale, offset, epsilon: float, *, centers: bool = True):
         outputs = y if scale is None else y * scale
         return outputs if offset is None else outputs + offset, gradient
 
-    return normalize(inputs, *(each for each in (scale, offset) if each is not None))
+    found = normalize(inputs, *(each for each in (scale, offset) if each is not None))
+    return tf.cast(found, layer.compute_dtype)

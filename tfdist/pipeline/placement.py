@@ -24,13 +24,12 @@ class StagePlacement:
 
     def __init__(self, partition: Partition, group: Group):
         self.group, self._partition = group, partition
-        self._variables: dict[int, keras.Variable] = {}
-        self._ranks: dict[int, list[int]] = {}
         self.renew()
 
     def renew(self) -> None:
         """Updates the variables, which change if layers get LoRA adapters, and places them."""
-        self._variables, self._ranks = {}, {}
+        self._variables: dict[int, keras.Variable] = {}
+        self._ranks: dict[int, list[int]] = {}
         for stage in range(self._partition.num_stages):
             rank = stage % self._partition.num_ranks
             for segment in self._partition.segments(stage):

@@ -155,16 +155,6 @@ def check_schedule(schedule: Schedule) -> Run:
     return simulate(schedule)
 
 
-def held_microbatches(schedule: Schedule, rank: int) -> int:
-    """The maximum number of activations of a stage that a rank holds at a time."""
-    last = Action.WEIGHT if schedule.splits_backward else Action.BACKWARD
-    held = most = 0
-    for action in schedule.actions[rank]:
-        held += (action.kind == Action.FORWARD) - (action.kind == last)
-        most = max(most, held)
-    return most
-
-
 def _cost(action: Action, schedule: Schedule, costs: Mapping[str, float]) -> float:
     cost = costs[action.kind]
     if action.kind == Action.BACKWARD and not schedule.splits_backward:

@@ -63,7 +63,7 @@ def choose_runs(
         runs = [(begin, min(begin + length, count)) for begin in range(0, count, length)]
     else:
         known = _costs_of(chain, costs, rows)
-        runs = smallest(known) if budget is None else cheapest_within(known, budget)
+        runs = smallest(known)[1] if budget is None else cheapest_within(known, budget)
     # The last run is not recomputed: the backward pass begins while all its activations exist. A run
     # begins and ends with layers that are called once.
     uses = Counter(map(id, chain.executed))
@@ -79,16 +79,21 @@ def choose_runs(
     return found
 
 
-def smallest(costs: Costs) -> list[Run]:
+def smallest(costs: Costs) -> tuple[float, list[Run]]:
     """Splits a chain into runs, all of them recomputed, so that the peak of memory is minimal.
 
     At the peak, the inputs of all runs and the inside of one run are in memory. For each possible peak of
     insides, dynamic programming finds the runs with the smallest inputs.
 
     Returns:
-        Begin and end of each run.
+        The bytes at the peak, and begin and end of each run.
     """
-    return _smallest(costs)[1]
+    best: tuple[float, list[Run]] = (math.inf, [])
+    for peak in _peaks(costs.inside):
+        kept, runs = _fewest_kept(costs, peak)
+        if kept + peak < best[0]:
+            best = kept + peak, runs
+    return best
 
 
 def cheapest_within(costs: Costs, budget: float) -> list[Run]:
@@ -110,19 +115,9 @@ def cheapest_within(costs: Costs, budget: float) -> list[Run]:
     if time == math.inf:
         raise ValueError(
             f"Recomputation cannot keep activations within budget={budget:,.0f} bytes: the least is "
-            f"{_smallest(costs)[0]:,.0f}. Use fewer rows, or a larger budget."
+            f"{smallest(costs)[0]:,.0f}. Use fewer rows, or a larger budget."
         )
     return found
-
-
-def _smallest(costs: Costs) -> tuple[float, list[Run]]:
-    """The bytes at the minimal peak, and the runs."""
-    best: tuple[float, list[Run]] = (math.inf, [])
-    for peak in _peaks(costs.inside):
-        kept, runs = _fewest_kept(costs, peak)
-        if kept + peak < best[0]:
-            best = kept + peak, runs
-    return best
 
 
 def _peaks(inside: Sequence[float]) -> list[float]:

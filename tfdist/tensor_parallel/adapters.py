@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import variables_of_layer
 from tfdist.backend.keras.functional import is_deferred
 from tfdist.collectives import Group, broadcast
 from tfdist.collectives.mappings import copy_to_region
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import check_by_entries
+from tfdist.tensor_parallel.attributes import variables_of_layer
 from tfdist.tensor_parallel.quantized import check_mode
 from tfdist.tensor_parallel.slicing import split_variable, unslice_variable
 from tfdist.utils import checks

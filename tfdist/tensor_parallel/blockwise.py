@@ -8,10 +8,11 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import attention_core, returns_scores
+from tfdist.backend.keras.attributes import attention_core
 from tfdist.context_parallel.blockwise import blockwise_attention
 from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.attention_cores import AttentionCore, core_of
+from tfdist.tensor_parallel.attributes import returns_scores
 from tfdist.utils import checks
 
 #: With fewer scores per head, the stock computation is as fast.

@@ -13,18 +13,11 @@ from collections.abc import Container, Iterator
 
 import keras
 
-from tfdist.backend.keras.attributes import (
-    history,
-    int4_inputs,
-    int4_outputs,
-    kernel_of,
-    sublayers,
-    table_of,
-    variables_of_layer,
-)
+from tfdist.backend.keras.attributes import history, kernel_of, sublayers, table_of
 from tfdist.backend.keras.private import all_layers
 from tfdist.tensor_parallel.adapters import computes_as
 from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
+from tfdist.tensor_parallel.attributes import int4_inputs, int4_outputs, variables_of_layer
 from tfdist.tensor_parallel.blocks import projections
 from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.equations import terms

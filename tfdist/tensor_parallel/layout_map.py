@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import keras
 
-from tfdist.backend.keras.attributes import variables_of_layer
 from tfdist.backend.keras.private import all_layers
 from tfdist.step.context import current_strategy
+from tfdist.tensor_parallel.attributes import variables_of_layer
 from tfdist.tensor_parallel.blocks import projections
 from tfdist.tensor_parallel.equations import terms
 from tfdist.tensor_parallel.finding import attention_kinds, check_large

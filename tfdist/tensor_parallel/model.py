@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import made_under, variables_of_layer
 from tfdist.backend.keras.functional import is_deferred
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, broadcast
@@ -20,6 +19,7 @@ from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import deep_copy
 from tfdist.sharding.weights import tensor_group
 from tfdist.tensor_parallel.adapters import Adapter
+from tfdist.tensor_parallel.attributes import made_under, variables_of_layer
 from tfdist.tensor_parallel.blocks import Block, split_blocks
 from tfdist.tensor_parallel.check import Check
 from tfdist.tensor_parallel.choosing import adapter_class

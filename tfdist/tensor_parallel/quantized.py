@@ -15,15 +15,15 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfdist.backend.keras.attributes import (
+from tfdist.backend.keras.attributes import kernel_of
+from tfdist.collectives import Group, all_reduce
+from tfdist.tensor_parallel.attributes import (
     int4_block_size,
     int4_columns,
     int4_inputs,
     int4_outputs,
-    kernel_of,
     quantization_axes,
 )
-from tfdist.collectives import Group, all_reduce
 from tfdist.tensor_parallel.equations import terms
 
 _MODES = ("int8", "int4")

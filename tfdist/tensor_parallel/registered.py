@@ -9,11 +9,12 @@ from typing import Any
 
 import keras
 
-from tfdist.backend.keras.attributes import own_trainable, sublayers, variables_of_layer
+from tfdist.backend.keras.attributes import sublayers
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group
 from tfdist.sharding.layout import layout_of
 from tfdist.tensor_parallel.adapters import Adapter, computes_as, local_attributes, override
+from tfdist.tensor_parallel.attributes import own_trainable, variables_of_layer
 from tfdist.tensor_parallel.split import (
     LayerSplit,
     Split,

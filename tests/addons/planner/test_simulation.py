@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 
+from tfdist.addons.monitoring.timeline import held_microbatches
 from tfdist.addons.planner import Layout, Link, Transformer, estimate, goodput, machine
 from tfdist.addons.planner.communication import (
     Way,
@@ -27,7 +28,7 @@ from tfdist.addons.planner.simulation import (
 )
 from tfdist.addons.planner.times import PassTimes, pipeline_seconds
 from tfdist.pipeline.schedules import Action, make_schedule
-from tfdist.pipeline.simulation import held_microbatches, simulate
+from tfdist.pipeline.simulation import simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1)]
 MODEL = Transformer(16, 512, 8, 1000, 128)

@@ -32,7 +32,7 @@ def bytes_of_steps(program: str, length: int, vocabulary: int) -> list[int]:
 
     import tfdist
     from tfdist import testing
-    from tfdist.collectives.p2p import traffic
+    from tfdist.testing.traffic import traffic
 
     x = np.random.default_rng(0).integers(0, vocabulary, (4 * BATCH, length))
     names = {"x": x, "y": x}

@@ -65,9 +65,10 @@ def exchange(
     import tensorflow as tf
 
     from tfdist.addons.slow_links.state import CompressionState, reduce_compressed
-    from tfdist.collectives.p2p import P2PEngine, traffic
+    from tfdist.collectives.p2p import P2PEngine
     from tfdist.step.gradient_options import GradientOptions
     from tfdist.testing import engine
+    from tfdist.testing.traffic import traffic
 
     group = engine().group()
     compressor = made(name, arguments, start_step)

@@ -72,8 +72,8 @@ def measured(kind: str, arguments: dict):
 
     from tfdist.addons import slow_links
     from tfdist.addons.slow_links import compression_statistics
-    from tfdist.collectives.p2p import traffic
     from tfdist.testing import strategy
+    from tfdist.testing.traffic import traffic
 
     on = strategy(compression=getattr(slow_links, kind)(**arguments))
     with on.scope():

@@ -17,6 +17,7 @@ from tfdist.backend.keras import attributes, functional, private, variables
 from tfdist.backend.keras.attributes import Attribute
 from tfdist.backend.keras.patching import check_parameters
 from tfdist.strategies import keras_patches
+from tfdist.tensor_parallel import attributes as of_layers
 
 ROOT = Path(__file__).parents[3]
 ROOMS = (
@@ -26,6 +27,7 @@ ROOMS = (
     ROOT / "tfdist" / "addons" / "cpu_kernels",
     ROOT / "tfdist" / "addons" / "hub",
     ROOT / "tfdist" / "tensor_parallel" / "attention_cores.py",
+    ROOT / "tfdist" / "tensor_parallel" / "attributes.py",
 )
 #: TensorFlow's names, which Keras has too: where they stand, and whose they are.
 TENSORFLOWS = {
@@ -161,8 +163,9 @@ def test_the_walk_finds(code, names):
 
 
 def all_attributes() -> list[Attribute]:
-    values = [*vars(attributes).values(), *attributes.projections.values()]
-    return [value for value in values if isinstance(value, Attribute)]
+    modules = [*vars(attributes).values(), *vars(of_layers).values()]
+    values = [*modules, *of_layers.projections.values()]
+    return list(dict.fromkeys(value for value in values if isinstance(value, Attribute)))
 
 
 @pytest.mark.parametrize("attribute", all_attributes(), ids=lambda attribute: attribute.name)
@@ -179,7 +182,7 @@ def trained() -> dict[type, object]:
     embedding = keras.layers.Embedding(5, 4)
     inputs = embedding(tokens)
     attention = keras.layers.MultiHeadAttention(2, 2)
-    gate = {"use_gate": True} if attributes.projections["gate"].is_known else {}
+    gate = {"use_gate": True} if of_layers.projections["gate"].is_known else {}
     grouped = keras.layers.GroupQueryAttention(2, 2, 1, **gate)
     middle = grouped(attention(inputs, inputs), inputs)
     einsum, dense = keras.layers.EinsumDense("abc,cd->abd", (4, 3)), keras.layers.Dense(2)
@@ -230,9 +233,9 @@ def test_values_are_keras_own():
     assert attributes.stored_value(variable) is variable.value
     assert attributes.stored_shape(variable) == tuple(variable.shape)
     layer, einsum = objects[keras.Layer], objects[keras.layers.EinsumDense]
-    assert attributes.own_trainable(layer) == layer.weights
-    if attributes.int4_columns.is_known:
-        assert attributes.int4_columns(einsum) == 3
+    assert of_layers.own_trainable(layer) == layer.weights
+    if of_layers.int4_columns.is_known:
+        assert of_layers.int4_columns(einsum) == 3
         assert attributes.kernel_of(einsum).shape[-1] == 2  # Three columns in two bytes.
     assert attributes.history(model.outputs[0]).operation is model.layers[-1]
     assert attributes.loss_tracker(model) is model.metrics[0]

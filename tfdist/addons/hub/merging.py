@@ -10,19 +10,17 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfdist.backend.keras.attributes import (
+from tfdist.backend.keras.attributes import kernel_of, stored_value, table_of
+from tfdist.backend.keras.functional import deferred_weights
+from tfdist.backend.keras.private import all_layers
+from tfdist.tensor_parallel.attributes import (
     adjust_scale,
     int4_block_size,
     int4_columns,
     int4_inputs,
     int4_outputs,
-    kernel_of,
-    stored_value,
-    table_of,
     variables_of_layer,
 )
-from tfdist.backend.keras.functional import deferred_weights
-from tfdist.backend.keras.private import all_layers
 
 _PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
 _TABLES = keras.layers.Embedding  # `ReversibleEmbedding` is one.

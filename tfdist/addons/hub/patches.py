@@ -15,13 +15,13 @@ from absl import logging
 
 from tfdist.addons.hub.exporting import exporting_patches
 from tfdist.addons.hub.generating import generate_alike
-from tfdist.backend.keras.attributes import variables_of_layer
 from tfdist.backend.keras.patching import Patch, apply_patches
 from tfdist.backend.keras.private import all_layers, saving_lib
 from tfdist.step.context import current_replica
 from tfdist.strategies.keras_patches.reading import reading_parts
 from tfdist.strategies.keras_patches.saving import write_once, write_some_once
 from tfdist.strategies.keras_patches.splits import split_variables
+from tfdist.tensor_parallel.attributes import variables_of_layer
 
 #: The backbones whose decoders add a balance loss; releases of KerasHub lack some.
 _WITH_BALANCE_LOSSES = (

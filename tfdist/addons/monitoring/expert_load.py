@@ -11,7 +11,7 @@ import numpy as np
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives.objects import all_gather_object
 from tfdist.experts import MixtureOfExperts
-from tfdist.experts.usage import usages_of
+from tfdist.experts.usage import ExpertUsage
 from tfdist.sharding.layout import global_shape
 from tfdist.step.context import DistributedStrategy, strategy_of
 from tfdist.utils import checks
@@ -42,7 +42,7 @@ class ExpertLoad(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         """Resets the counts."""
-        for usage in usages_of(self.model).values():
+        for usage in _usages_of(self.model).values():
             usage.take()
         counts = parameter_counts(self.model)
         strategy = strategy_of(self.model)
@@ -51,9 +51,15 @@ class ExpertLoad(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         """Reads the counts of all ranks, and resets them."""
-        own = {path: usage.take() for path, usage in usages_of(self.model).items()}
+        own = {path: usage.take() for path, usage in _usages_of(self.model).items()}
         if logs is not None:
             logs |= load_logs(_of_all_ranks(own, strategy_of(self.model)))
+
+
+def _usages_of(model: keras.Model) -> dict[str, ExpertUsage]:
+    """The counts of each layer of experts of a model, by the layer's path."""
+    found = {layer.path: getattr(layer, "expert_usage", None) for layer in all_layers(model)}
+    return {path: usage for path, usage in found.items() if isinstance(usage, ExpertUsage)}
 
 
 def load_logs(counts: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -166,3 +166,13 @@ def _cell(action: Action, schedule: Schedule) -> str:
 def legend(kinds: Iterable[str]) -> str:
     """The meanings of the letters of `as_text`."""
     return ", ".join(f"{kind} {_MEANINGS[kind]}" for kind in Action.KINDS if kind in set(kinds))
+
+
+def held_microbatches(schedule: Schedule, rank: int) -> int:
+    """The maximum number of activations of a stage that a rank holds at a time."""
+    last = Action.WEIGHT if schedule.splits_backward else Action.BACKWARD
+    held = most = 0
+    for action in schedule.actions[rank]:
+        held += (action.kind == Action.FORWARD) - (action.kind == last)
+        most = max(most, held)
+    return most

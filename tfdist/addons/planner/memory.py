@@ -155,7 +155,7 @@ def held(layout: Layout, place: int) -> float:
     """The largest number of micro-batches whose activations a pipeline rank stores at a time.
 
     In units of all stages of a rank: a chunk of the interleaved schedule counts 1 / v. Equal to
-    `tfdist.pipeline.simulation.held_microbatches` per chunk, as a test checks.
+    `tfdist.addons.monitoring.timeline.held_microbatches` per chunk, as a test checks.
     """
     p, m, v = layout.pipeline, layout.num_microbatches, layout.chunks
     if p == 1:

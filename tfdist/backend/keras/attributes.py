@@ -80,7 +80,6 @@ autocast = Attribute("_maybe_autocast", keras.Variable)
 stored_shape = Attribute("_shape", keras.Variable)
 
 # Of layers. Without sublayers, whose variables the public lists contain.
-own_trainable = Attribute("_trainable_variables", keras.Layer)
 own_non_trainable = Attribute("_non_trainable_variables", keras.Layer)
 sublayers = Attribute("_layers", keras.Layer)
 # A method. `losses` includes those of sublayers, and regularizers.
@@ -91,24 +90,9 @@ dtype_policy = Attribute("_dtype_policy", keras.Layer)
 _PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
 kernel_of = Attribute("_kernel", *_PRODUCTS)
 table_of = Attribute("_embeddings", keras.layers.Embedding)
-# The packing of an int4 kernel, and its reduced dims. Before 3.14 int4 is packed differently, by inputs
-# and without blocks.
-int4_block_size = Attribute("_int4_block_size", *_PRODUCTS, since=(3, 14))
-int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense)
-int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense, since=(3, 14))
-int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense, since=(3, 14))
-quantization_axes = Attribute("_kernel_reduced_axes", keras.layers.EinsumDense)
-# A method, from the scales of an int8 kernel to the divisors of the kernel itself.
-adjust_scale = Attribute("_adjust_scale_for_dequant", keras.layers.EinsumDense)
-# Grouped attention has no public ones; only it has a gate, since 3.14.
-_BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
-projections = {
-    part: Attribute(f"_{part}_dense", *_BOTH) for part in ("query", "key", "value", "output")
-}
-projections["gate"] = Attribute("_gate_dense", _BOTH[0], since=(3, 14))
-attention_core = Attribute("_compute_attention", *_BOTH)
-# Grouped attention stores it for its core; others pass it as an argument.
-returns_scores = Attribute("_return_attention_scores", keras.layers.GroupQueryAttention)
+attention_core = Attribute(
+    "_compute_attention", keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention
+)
 
 # Of tensors. The call that created a symbolic one, and the logits set by an activation.
 history = Attribute("_keras_history", Node)
@@ -129,8 +113,6 @@ loss_tracker = Attribute("_loss_tracker", TensorFlowTrainer)
 own_metrics = Attribute("_get_own_metrics", TensorFlowTrainer)
 # The first epoch of `fit`, as set by Keras' BackupAndRestore.
 initial_epoch = Attribute("_initial_epoch", TensorFlowTrainer)
-# None for a model created outside any scope; `distribute_strategy` is then the current strategy.
-made_under = Attribute("_distribute_strategy", TensorFlowTrainer)
 
 # Of optimizers. Without the variables of an inner optimizer.
 own_variables = Attribute("_variables", BaseOptimizer)
@@ -152,11 +134,6 @@ steps_seen = Attribute("_steps_seen", EpochIterator)
 get_iterator = Attribute("_get_iterator", TFEpochIterator)
 distributed_dataset = Attribute("_distributed_dataset", TFEpochIterator)
 data_strategy = Attribute("_distribute_strategy", TFEpochIterator)
-
-
-def variables_of_layer(layer: keras.Layer) -> list[keras.Variable]:
-    """The variables of a layer, without those of its sublayers."""
-    return [*own_trainable(layer), *own_non_trainable(layer)]
 
 
 def loss_variables(model) -> set[int]:

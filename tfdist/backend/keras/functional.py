@@ -88,18 +88,6 @@ def functions_of(graph: tf.Graph) -> list:
     ]
 
 
-def called_graphs(operation: tf.Operation) -> dict[str, tf.Graph]:
-    """The graphs of the functions that an operation calls, by the names of its attributes."""
-    found = {}
-    for name, value in operation.node_def.attr.items():
-        called = [value.func] if value.HasField("func") else list(value.list.func)
-        for place, each in enumerate(called):
-            inner = getattr(operation.graph._functions.get(each.name), "graph", None)
-            if inner is not None:
-                found[f"{name}/{place}"] = inner
-    return found
-
-
 def add_functions(graph: tf.Graph, functions: list) -> None:
     """Adds functions of another graph to a graph, which keeps them alive from now on."""
     for function in functions:

@@ -33,6 +33,26 @@ class Patch:
     call: Callable
 
 
+class Patches(list[Patch]):
+    """The patches of a module, each added by the decorator `of`."""
+
+    def of(self, owner: object, name: str, *parameters: str) -> Callable[[Callable], Callable]:
+        """Adds a patch; the decorated function is its `call`.
+
+        Args:
+            owner: See `Patch`.
+            name: See `Patch`.
+            *parameters: See `Patch`; none for the named parameters of the decorated function.
+        """
+
+        def add(call: Callable) -> Callable:
+            named = parameters or tuple(inspect.getfullargspec(call).args)
+            self.append(Patch(owner, name, named, call))
+            return call
+
+        return add
+
+
 def apply_patches(patches: Sequence[Patch]) -> None:
     """Replaces each function that is not replaced yet.
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from tfdist.backend.keras.patching import Patch, apply_patches
+from tfdist.backend.keras.patching import Patches, apply_patches
 from tfdist.backend.keras.private import object_registration
+
+PATCHES = Patches()
 
 PACKAGE = "tfdist"
 _modules: dict[str, str] = {}
@@ -22,6 +24,7 @@ def find_in(modules: Mapping[str, str]) -> None:
     apply_patches(PATCHES)
 
 
+@PATCHES.of(object_registration, "get_registered_object")
 def _get_registered_object(name, custom_objects=None, module_objects=None, *, original):
     found = original(name, custom_objects, module_objects)
     package, _, own = name.partition(">") if isinstance(name, str) else ("", "", "")
@@ -29,13 +32,3 @@ def _get_registered_object(name, custom_objects=None, module_objects=None, *, or
         importlib.import_module(_modules[own])
         found = original(name, custom_objects, module_objects)
     return found
-
-
-PATCHES = (
-    Patch(
-        object_registration,
-        "get_registered_object",
-        ("name", "custom_objects", "module_objects"),
-        _get_registered_object,
-    ),
-)

@@ -6,7 +6,7 @@ with them. It sends tensors in the memory of the host; if a process has a GPU, t
 are used instead.
 """
 
-from tfdist.collectives.p2p.connections import traffic, with_p2p
+from tfdist.collectives.p2p.connections import with_p2p
 from tfdist.collectives.p2p.engine import P2PEngine, flush
 
-__all__ = ["P2PEngine", "flush", "traffic", "with_p2p"]
+__all__ = ["P2PEngine", "flush", "with_p2p"]

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import secrets
 import socket
 import time
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -95,25 +93,6 @@ def with_p2p(engine: Engine) -> Engine:
         library.tfdist_add_peer(rank, sock.detach())
     atexit.register(flush)
     return P2PEngine(engine, hosts, connected)
-
-
-class Traffic(NamedTuple):
-    """The total numbers of bytes of tensors.
-
-    Attributes:
-        sent: Bytes that this process has sent peer to peer.
-        received: Bytes that it has received.
-    """
-
-    sent: int
-    received: int
-
-
-def traffic() -> Traffic:
-    """The bytes of tensors that this process has sent and received peer to peer."""
-    counts = [ctypes.c_int64() for _ in Traffic._fields]
-    functions().tfdist_traffic(*map(ctypes.byref, counts))
-    return Traffic(*(count.value for count in counts))
 
 
 def _connect_all(

@@ -114,7 +114,7 @@ def test_between_syncs_the_model_is_that_of_the_last(pool, tmp_path):
 
 def bytes_of_steps(kind: str | None, sync_every: int, steps: int) -> tuple[int, int]:
     """What this rank has sent in training, and the bytes of its parameters."""
-    from tfdist.collectives.p2p import traffic
+    from tfdist.testing.traffic import traffic
 
     optimizer = keras.optimizers.SGD(0.1)
     if kind is not None:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
-from tfdist.backend.keras.functional import called_graphs
-
 #: The prefix that `tfdist.backend.graph.rematerialize` gives to operations that run again.
 _AGAIN = "again/"
 
@@ -64,7 +62,7 @@ def count_flops(graph: tf.Graph, outputs: Iterable[tf.Tensor] = ()) -> Flops:
             else:
                 total += Flops(model=found)
             continue
-        inner = called_graphs(operation)
+        inner = _called_graphs(operation)
         if not inner:
             continue
         counts = [count_flops(each) for each in inner.values()]
@@ -75,6 +73,18 @@ def count_flops(graph: tf.Graph, outputs: Iterable[tf.Tensor] = ()) -> Flops:
         else:
             total += sum(counts, Flops())
     return total
+
+
+def _called_graphs(operation: tf.Operation) -> dict[str, tf.Graph]:
+    """The graphs of the functions that an operation calls, by the names of its attributes."""
+    found = {}
+    for name, value in operation.node_def.attr.items():
+        called = [value.func] if value.HasField("func") else list(value.list.func)
+        for place, each in enumerate(called):
+            inner = getattr(operation.graph._functions.get(each.name), "graph", None)
+            if inner is not None:
+                found[f"{name}/{place}"] = inner
+    return found
 
 
 def _alive(graph: tf.Graph, outputs: Iterable[tf.Tensor]) -> list[tf.Operation]:
