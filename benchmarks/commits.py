@@ -16,7 +16,7 @@ from pathlib import Path
 import tfdist
 from benchmarks.job_variables import outside
 from tfdist.launch.flags.command import Failure, UsageError
-from tfdist.runtime.sessions import run_in_session
+from tfdist.launch.sessions import run_in_session
 from tfdist.utils.checks import one_line
 
 _FOLDER = "commits"

@@ -15,8 +15,8 @@ from tfdist.launch.flags import values as flag_values
 from tfdist.launch.flags.options import define_flags, option
 from tfdist.launch.install_horovod.build import BuildError, build
 from tfdist.launch.install_horovod.prerequisites import PrerequisiteError
+from tfdist.launch.sessions import run_in_session
 from tfdist.launch.signals import exit_on_signals
-from tfdist.runtime.sessions import run_in_session
 
 
 @dataclasses.dataclass(frozen=True)

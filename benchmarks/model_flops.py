@@ -15,7 +15,7 @@ from benchmarks.job_variables import outside
 from benchmarks.jobs import JobError
 from tfdist.addons.planner import Transformer
 from tfdist.addons.planner.parts import training_flops
-from tfdist.runtime.sessions import run_in_session
+from tfdist.launch.sessions import run_in_session
 from tfdist.utils.checks import one_line
 
 

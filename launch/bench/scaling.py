@@ -36,8 +36,8 @@ from tfdist.launch.flags.values import (
     refuse,
 )
 from tfdist.launch.run.num_ranks import count_cores, count_gpus
+from tfdist.launch.sessions import run_in_session
 from tfdist.launch.signals import exit_on_signals
-from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.checks import one_line
 from tfdist.utils.errors import TfdistError
 

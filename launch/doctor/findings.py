@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.runtime.sessions import kill_session
+from tfdist.launch.sessions import kill_session
 
 
 class State(enum.Enum):

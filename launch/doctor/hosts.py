@@ -27,8 +27,8 @@ from tfdist.launch.doctor.machine import RANK_BYTES
 from tfdist.launch.doctor.surroundings import addresses_of
 from tfdist.launch.run.hosts import Host
 from tfdist.launch.run.processes import start_session
+from tfdist.launch.sessions import kill_session
 from tfdist.runtime.rendezvous import address_towards
-from tfdist.runtime.sessions import kill_session
 from tfdist.utils.checks import one_line
 
 Shell = Callable[[str, Sequence[str]], list[str]]

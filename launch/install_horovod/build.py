@@ -28,8 +28,8 @@ from tfdist.launch.install_horovod.prerequisites import (
     installed_version,
     with_scripts,
 )
+from tfdist.launch.sessions import run_in_session
 from tfdist.runtime.digests import matches_digest, write_digest
-from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.errors import TfdistError
 
 HOROVOD_VERSION = "0.28.1"

@@ -12,7 +12,7 @@ from typing import IO, cast
 import psutil
 
 from tfdist.launch.flags.command import UsageError
-from tfdist.runtime.sessions import kill_session
+from tfdist.launch.sessions import kill_session
 
 
 class RankProcess:

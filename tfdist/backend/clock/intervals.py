@@ -26,18 +26,3 @@ def length(intervals: Iterable[Interval]) -> float:
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """The intersection of two unions."""
     return [(max(a, c), min(b, d)) for a, b in one for c, d in other if min(b, d) > max(a, c)]
-
-
-def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The difference of two unions."""
-    found = []
-    for begin, end in one:
-        for low, high in other:
-            if high <= begin or low >= end:
-                continue
-            if low > begin:
-                found.append((begin, low))
-            begin = high
-        if end > begin:
-            found.append((begin, end))
-    return found

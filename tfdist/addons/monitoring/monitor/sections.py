@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tfdist.addons.monitoring.monitor.watch import Execution
-from tfdist.backend.clock.intervals import Interval, common, length, union, without
+from tfdist.backend.clock.intervals import Interval, common, length, union
 from tfdist.backend.clock.rows import Row
 from tfdist.backend.clock.stamps import Timed
 
@@ -200,3 +200,18 @@ def _add_host(step: Step, begin: float, end: float, timers: Sequence[Timed]) -> 
             step.spans.append((timed.name, low, high))
         taken += own
     step.spans += [("callbacks", low, high) for low, high in without([(begin, end)], union(taken))]
+
+
+def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """The difference of two unions."""
+    found = []
+    for begin, end in one:
+        for low, high in other:
+            if high <= begin or low >= end:
+                continue
+            if low > begin:
+                found.append((begin, low))
+            begin = high
+        if end > begin:
+            found.append((begin, end))
+    return found

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.launch.jobs import heed_signals
-from tfdist.runtime.sessions import run_in_session
+from tfdist.launch.sessions import run_in_session
 
 #: Stands in for pip or venv: starts another process and works for ever.
 WORKER = """
