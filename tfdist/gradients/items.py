@@ -12,7 +12,6 @@ from tfdist.gradients.sparse import shard_of_gradient
 from tfdist.sharding.layout import VariableLayout, layout_of
 from tfdist.step.context import ReplicaContext
 from tfdist.step.local_steps import group_in_step
-from tfdist.utils.places import places_by
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,8 +88,3 @@ def items_of(
         flags = keeps_rows, origin is not Origin.LOCAL, origin is Origin.PART
         found.append(GradientItem(gradient, variable, layout, group, reduction, *flags))
     return found
-
-
-def by_reduction(items: Sequence[GradientItem]) -> dict[tuple[Group, str], list[int]]:
-    """The places of the items that are reduced together, by group and reduction."""
-    return places_by((item.group, item.reduction) for item in items)

@@ -24,7 +24,7 @@ def logs() -> dict[str, float]:
         "steps": 10,
         "seconds": 2.0,
         "rows": 80,
-        "travelling": 0.5,
+        "communicating": 0.5,
         "hidden": 0.4,
         "sent": 2e8,
         "total__optimizer": 0.2,

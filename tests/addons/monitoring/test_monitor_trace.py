@@ -169,7 +169,7 @@ def test_sections_and_overlap_of_steps_that_are_known(tmp_path, hidden):
         assert step.seconds[name] == pytest.approx(seconds, abs=1e-6), name
     assert sum(step.seconds.values()) == pytest.approx(0.2)
     assert step.sent == 800  # Each of two ranks sends half of the array twice.
-    assert step.travelling == pytest.approx(0.04, abs=1e-6)
+    assert step.communicating == pytest.approx(0.04, abs=1e-6)
     assert step.hidden == pytest.approx(0.02 if hidden else 0.0, abs=1e-6)
     traces = [trace_of([step], [], 5, offset, "host") for offset in (0.0, 3.0)]
     path = tmp_path / "trace.json"

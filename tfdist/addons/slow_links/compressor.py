@@ -18,7 +18,7 @@ from tfdist.addons.slow_links.momentum import CompressedMomentum
 from tfdist.addons.slow_links.packing import exchange_packed
 from tfdist.addons.slow_links.state import compression_state, reduce_compressed, state_of
 from tfdist.collectives import Group
-from tfdist.gradients.items import GradientItem, by_reduction
+from tfdist.gradients.items import GradientItem
 from tfdist.gradients.reduce import rows_are_fewer
 from tfdist.gradients.stage import GradientContext, GradientStage, Position
 from tfdist.mesh import Mesh
@@ -26,6 +26,7 @@ from tfdist.sharding.kept import KeptState
 from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.utils import checks
+from tfdist.utils.places import places_by
 
 _logger = logging.getLogger("tfdist")
 
@@ -198,7 +199,8 @@ class Compressor(GradientStage, FitHook):
         found: list = [tf.convert_to_tensor(item.gradient) for item in items]
         optimizer = context.optimizer
         momentum = optimizer if isinstance(optimizer, CompressedMomentum) else None
-        for number, ((group, reduction), places) in enumerate(by_reduction(items).items()):
+        together = places_by((item.group, item.reduction) for item in items)
+        for number, ((group, reduction), places) in enumerate(together.items()):
             reduced = reduce_compressed(
                 [found[place] for place in places],
                 [items[place].variable for place in places],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -31,10 +30,6 @@ class CallPlaces:
     begin: int
     end: int
     size: int | None
-
-    def bytes_in(self, numbers: Sequence[float]) -> float:
-        """The bytes of the collective, in a row."""
-        return float(self.column.size or 0) if self.size is None else numbers[self.size]
 
 
 class Columns(tuple[Column, ...]):

@@ -170,7 +170,8 @@ def _calls(row: Row, start: float) -> list[Call]:
         if not start <= begin <= end:
             continue  # The call is in a branch that was not taken.
         sends = _sends(column.name.partition("/")[0], len(column.ranks))
-        sent = places.bytes_in(numbers) * sends
+        size = column.size if places.size is None else numbers[places.size]
+        sent = float(size or 0) * sends
         found.append(
             Call(column.name, column.lane, begin, end, sent, column.in_background, column.ranks)
         )
