@@ -67,7 +67,8 @@ def _check(_: list[str]) -> ScheduleOptions:
 
 def _main(options: ScheduleOptions) -> int:
     schedule = make_schedule(*options.chosen)
-    share = check_schedule(schedule).idle_share
+    played = check_schedule(schedule)
+    share = played.idle_share
     kinds = {Action.FORWARD, Action.BACKWARD} | (
         {Action.WEIGHT} if schedule.splits_backward else set()
     )
