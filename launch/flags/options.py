@@ -109,7 +109,7 @@ def define_flags(
 ) -> Flags[_Options]:
     """Define a flag for each option of a dataclass, in the order of its fields.
 
-    A field whose default factory is another dataclass of options stands for the flags of that one.
+    A field whose default factory is another dataclass of options represents the flags of that one.
 
     Args:
         options: The dataclass.
