@@ -16,7 +16,7 @@ import pytest
 
 from tests.bugs.comparing import check, outcome
 from tests.conftest import every_case, on_ranks
-from tests.scripts.families import classifier, rows_for
+from tests.parity.families import classifier, rows_for
 from tests.strategies.programs import cross_entropy, scope, start
 from tfdist.backend.keras.private import all_layers
 

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.models.gpt_programs import scope, whole
-from tests.scripts.families import _CLASSES, FAMILIES, LENGTH, WORDS, classifier, rows_for
-from tests.scripts.feeding import Feed
+from tests.parity.families import _CLASSES, FAMILIES, LENGTH, WORDS, classifier, rows_for
+from tests.parity.feeding import Feed
 
 STEPS, BATCH, CLASSES = 10, 4, 3
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import slow_but
+from tests.parity.families import FAMILIES
 from tests.pipeline import several
-from tests.scripts.families import FAMILIES
 from tfdist.backend.keras.functional import is_deferred
 from tfdist.pipeline import deferred_weights
 from tfdist.pipeline.chain import Chain

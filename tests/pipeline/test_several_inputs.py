@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
+from tests.parity.comparing import allowed, apart
+from tests.parity.feeding import ORDERS
 from tests.pipeline import several
-from tests.scripts.comparing import allowed, apart
-from tests.scripts.feeding import ORDERS
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import make_partition

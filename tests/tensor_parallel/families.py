@@ -7,9 +7,9 @@ import contextlib
 import keras
 import numpy as np
 
-from tests.scripts import families
-from tests.scripts.families import LENGTH, WORDS, classifier, rows_for
-from tests.scripts.feeding import Feed
+from tests.parity import families
+from tests.parity.families import LENGTH, WORDS, classifier, rows_for
+from tests.parity.feeding import Feed
 from tfdist.backend.keras.private import all_layers
 from tfdist.tensor_parallel import blockwise
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import full_cross, on_ranks, slow_but
-from tests.scripts.comparing import allowed
-from tests.scripts.feeding import ORDERS
+from tests.parity.comparing import allowed
+from tests.parity.feeding import ORDERS
 from tests.tensor_parallel import families
 
 pytest.importorskip("keras_hub")

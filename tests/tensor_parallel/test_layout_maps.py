@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks
-from tests.scripts.comparing import apart
+from tests.parity.comparing import apart
 from tests.tensor_parallel import layout_maps
 
 pytest.importorskip("keras_hub")

@@ -50,7 +50,7 @@ _PACKAGES = (
 _TESTS = (
     "tests/backend/keras",
     "tests/collectives/test_conformance.py",
-    "tests/strategies/test_parity.py",
+    "tests/parity/test_programs.py",
 )
 #: Each collective on two ranks of TensorFlow's engine in all dtypes, each kind of model on two ranks with
 #: batches that do not divide, and the seam. Some of it is slow elsewhere, where other tests do the same.

@@ -12,11 +12,11 @@ import pytest
 
 from tests.conftest import on_ranks, slow_but
 from tests.models import test_gpt
+from tests.parity.test_semantics import PROGRAMS as ALL_PROGRAMS
 from tests.pipeline import test_training
 from tests.strategies import programs
 from tests.strategies.compile_programs import clip_sparse_gradients
 from tests.strategies.fit_programs import fit_twice
-from tests.strategies.test_keras_semantics import PROGRAMS as ALL_PROGRAMS
 from tests.strategies.test_saving import interrupted
 
 #: Keras takes the norm of an embedding's gradient over rows, an id that comes twice counting

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import layers
 
-from tests.scripts.feeding import Feed, Result, adam, rng, run, scope, sgd, start
+from tests.parity.feeding import Feed, Result, adam, rng, run, scope, sgd, start
 
 __all__ = [
     "averaged_weights",

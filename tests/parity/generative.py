@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.scripts.feeding import Feed, Result, adam, rng, run, scope, sgd, start
+from tests.parity.feeding import Feed, Result, adam, rng, run, scope, sgd, start
 
 __all__ = [
     "conditional_gan",

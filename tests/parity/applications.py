@@ -7,7 +7,7 @@ import functools
 import keras
 import numpy as np
 
-from tests.scripts.feeding import Feed, Result, rng, scope, start
+from tests.parity.feeding import Feed, Result, rng, scope, start
 
 __all__ = ["APPLICATIONS", "train_application"]
 

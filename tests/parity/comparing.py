@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import tensorflow as tf
 
-from tests.scripts.feeding import ORDERS, Feed, Result
+from tests.parity.feeding import ORDERS, Feed, Result
 from tests.strategies import programs
 
 __all__ = ["allowed", "apart", "check", "differences", "noise", "reference"]

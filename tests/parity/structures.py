@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.scripts.feeding import Feed, Result, adam, rng, run, scope, sgd, start
+from tests.parity.feeding import Feed, Result, adam, rng, run, scope, sgd, start
 from tests.strategies.programs import finish
 
 __all__ = [

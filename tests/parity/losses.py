@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.scripts.feeding import Feed, Result, adam, rng, run, sgd
+from tests.parity.feeding import Feed, Result, adam, rng, run, sgd
 
 __all__ = [
     "cosine_and_kl",

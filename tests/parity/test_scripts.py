@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import full_cross
-from tests.scripts import (
+from tests.parity import (
     generative,
     loops,
     losses,
@@ -15,8 +15,8 @@ from tests.scripts import (
     structures,
     vision,
 )
-from tests.scripts.comparing import check
-from tests.scripts.feeding import EVEN, UNEVEN, Feed
+from tests.parity.comparing import check
+from tests.parity.feeding import EVEN, UNEVEN, Feed
 
 MODULES = (generative, losses, loops, options, sequences, similarity, structures, vision)
 SCRIPTS = [getattr(module, name) for module in MODULES for name in module.__all__]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tests.scripts.feeding import Feed, Result, rng, run
+from tests.parity.feeding import Feed, Result, rng, run
 
 __all__ = ["FAMILIES", "train_family"]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import full_cross, pool_ids
-from tests.scripts.applications import APPLICATIONS, train_application
-from tests.scripts.comparing import allowed
-from tests.scripts.feeding import ORDERS, Feed
+from tests.parity.applications import APPLICATIONS, train_application
+from tests.parity.comparing import allowed
+from tests.parity.feeding import ORDERS, Feed
 from tests.strategies import programs
 
 GIVEN, *OTHERS = [Feed("numpy", 5, 5, order) for order in ORDERS]

@@ -7,9 +7,9 @@ import functools
 import pytest
 
 from tests.conftest import full_cross, pool_ids
-from tests.scripts.comparing import check
-from tests.scripts.families import FAMILIES, train_family
-from tests.scripts.feeding import Feed
+from tests.parity.comparing import check
+from tests.parity.families import FAMILIES, train_family
+from tests.parity.feeding import Feed
 
 EVEN, UNEVEN = Feed("numpy", 12, 4), Feed("numpy", 15, 5)
 #: Biases of XLNet's attention have gradients of hardly more than rounding, of which Adam makes steps of
