@@ -68,7 +68,6 @@ def _check(_: list[str]) -> ScheduleOptions:
 def _main(options: ScheduleOptions) -> int:
     schedule = make_schedule(*options.chosen)
     played = check_schedule(schedule)
-    share = played.idle_share
     kinds = {Action.FORWARD, Action.BACKWARD} | (
         {Action.WEIGHT} if schedule.splits_backward else set()
     )
@@ -77,7 +76,7 @@ def _main(options: ScheduleOptions) -> int:
     print(f"{legend(kinds)}; . idle")
     print(
         f"If a forward pass and each half of a backward pass take equal time, ranks are idle for "
-        f"{share:.1%} of the step, or {share / (1 - share):.1%} of their compute time."
+        f"{played.idle_share:.1%} of the step, or {played.idle_over_ideal:.1%} of their compute time."
     )
     held = ", ".join(str(held_microbatches(schedule, rank)) for rank in range(schedule.num_ranks))
     print(f"Peak number of micro-batches whose activations a rank stores, by rank: {held}.")

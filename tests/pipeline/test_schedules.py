@@ -53,12 +53,6 @@ def test_forward_comes_before_backward_and_sends_meet_receives(name):
         assert len(sent) == len(set(sent)) == 2 * borders * schedule.num_microbatches
 
 
-def bubble(run) -> float:
-    """The idle time of ranks over their computing time, as in the papers."""
-    computing = sum(run.busy) / len(run.busy)
-    return (run.span - computing) / computing
-
-
 def test_bubble_of_gpipe_and_1f1b_is_that_of_the_papers():
     """Idle over ideal time is (p - 1) / m, whatever forward and backward cost."""
     for schedule in schedules("gpipe", "1f1b"):
@@ -68,14 +62,14 @@ def test_bubble_of_gpipe_and_1f1b_is_that_of_the_papers():
             {Action.FORWARD: 2.0, Action.BACKWARD: 3.0, Action.WEIGHT: 0.5},
         ):
             run = simulate(schedule, costs)
-            assert bubble(run) == pytest.approx((p - 1) / m)
+            assert run.idle_over_ideal == pytest.approx((p - 1) / m)
             assert run.idle_share == pytest.approx((p - 1) / (m + p - 1))
 
 
 def test_interleaving_divides_the_bubble_by_the_chunks():
     for schedule in schedules("interleaved"):
         p, m, v = schedule.num_ranks, schedule.num_microbatches, schedule.chunks
-        assert bubble(simulate(schedule)) == pytest.approx((p - 1) / (v * m))
+        assert simulate(schedule).idle_over_ideal == pytest.approx((p - 1) / (v * m))
 
 
 def test_zero_bubble_has_a_third_of_the_bubble_of_1f1b():
@@ -83,7 +77,7 @@ def test_zero_bubble_has_a_third_of_the_bubble_of_1f1b():
     for schedule in schedules("zero-bubble"):
         p, m = schedule.num_ranks, schedule.num_microbatches
         if m >= p:
-            assert bubble(simulate(schedule)) == pytest.approx((p - 1) / (3 * m))
+            assert simulate(schedule).idle_over_ideal == pytest.approx((p - 1) / (3 * m))
 
 
 def test_1f1b_holds_as_many_microbatches_as_there_are_stages_left():

@@ -144,8 +144,7 @@ def reduce_items(
         The reduced gradients, in the order of the items.
     """
     found: list = [item.gradient for item in items]
-    sharded = [not whole and item.layout.state is not None for item in items]
-    keys = [(i.group, i.reduction, s) for i, s in zip(items, sharded, strict=True)]
+    keys = [(i.group, i.reduction, not whole and i.layout.state is not None) for i in items]
     for (group, reduction, is_sharded), places in places_by(keys).items():
         some = [found[place] for place in places]
         rows = any(items[place].keeps_rows for place in places)

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
-from tfdist.gradients.non_finite import guard_of, put_guard
+from tfdist.gradients.non_finite import GUARD, guard_of
 from tfdist.step.context import current_step, strategy_of
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.utils import checks
@@ -105,7 +105,7 @@ class TerminateOnNonFinite(keras.callbacks.Callback, FitHook):
         guard = guard_of(model)
         if guard is None:
             guard = NonFiniteGuard(strategy.mesh.rank)
-            put_guard(model, guard)
+            setattr(model, GUARD, guard)
             model.compute_loss = _watched(model.compute_loss, guard)
             # A step that was traced before has no guard.
             model.train_function = None
