@@ -12,24 +12,24 @@
 export OMP_NUM_THREADS=8
 export TF_NUM_INTRAOP_THREADS=8
 
-# tfdist-run learns from Slurm which nodes there are. It runs beside this shell, which
-# hears no signal while it waits for a command of its own.
+# tfdist-run reads the nodes from Slurm's variables. It runs in the background, because the
+# shell handles no signal while it waits for a foreground command.
 tfdist-run -np 8 --save_seconds=30 --max_restarts=3 -- python elastic.py /data/run-7 &
 ranks=$!
-told=
-trap 'heard=yes told=${told:-time}; kill -TERM "$ranks" 2> /dev/null' USR1  # Time is nearly up.
-trap 'heard=yes told=${told:-end}; kill -TERM "$ranks" 2> /dev/null' TERM   # Cancelled, preempted.
+cause=
+trap 'signaled=yes cause=${cause:-time}; kill -TERM "$ranks" 2> /dev/null' USR1  # Time is nearly up.
+trap 'signaled=yes cause=${cause:-end}; kill -TERM "$ranks" 2> /dev/null' TERM   # Cancelled, preempted.
 
-# A signal ends the waiting, not the ranks: they save, and are waited for again.
-heard=yes
-while [ -n "$heard" ]; do
-  heard=
+# A signal interrupts the wait while the ranks save, so wait again.
+signaled=yes
+while [ -n "$signaled" ]; do
+  signaled=
   wait "$ranks"
   code=$?
 done
 
-# Code 76: the ranks have saved. Started again they go on from there.
-if [ "$code" -eq 76 ] && [ "$told" != end ]; then
+# Code 76: the ranks have saved, and resume from there after a restart.
+if [ "$code" -eq 76 ] && [ "$cause" != end ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 

@@ -169,9 +169,9 @@ def refusals() -> list[tuple[str, str]]:
     try:
         model.train_on_batch(x, y)
     except NotImplementedError as error:
-        found.append((str(error), "Call `fit`"))
+        found.append((str(error), "Use `fit`"))
     else:
-        found.append(("nothing", "Call `fit`"))
+        found.append(("nothing", "Use `fit`"))
     with served.scope():
         unbuilt = keras.Sequential([keras.layers.Dense(1)])
         unbuilt.compile("sgd", "mse")

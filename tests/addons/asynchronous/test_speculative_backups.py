@@ -178,7 +178,7 @@ def test_when_a_backup_ends(monkeypatch):
     assert after(Members([True] * 3, nobody), untouched) == (None, True)
     # One that is left is enough.
     assert after(Members([True] * 3, [False, True, True]), untouched) == (0, False)
-    with pytest.raises(ParameterServerError, match="The 2 workers that have batches"):
+    with pytest.raises(ParameterServerError, match="The 2 workers with batches"):
         after(Members(nobody, nobody), begun)
 
 
@@ -217,7 +217,7 @@ def test_each_step_has_a_batch_of_each_worker(kind):
         assert sharded.element_spec == dataset.element_spec
         assert numbers(sharded) == expected
     assert numbers(shard_whole_steps(dataset, 1, None)) == list(range(8))
-    with pytest.raises(NotImplementedError, match="leave out `speculative`"):
+    with pytest.raises(NotImplementedError, match="remove `speculative`"):
         shard_whole_steps(mark_per_rank(dataset.take(8)), 3, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import types
 
 import keras
 import numpy as np
@@ -95,9 +96,13 @@ def test_normalization_by_tensorflow(shape, centers, dtype):
     random = np.random.default_rng(0)
     x = tf.cast(3 * random.normal(size=shape) + 1, dtype)
     scale, offset = (tf.constant(each, tf.float32) for each in random.normal(size=(2, shape[-1])))
-    found = with_gradients(
-        lambda *inputs: normalization._normalize(*inputs, 1e-3, centers=centers), x, scale, offset
-    )
+    layer = types.SimpleNamespace(epsilon=1e-3, compute_dtype="float32")
+
+    def layers_own(x, *weights):
+        variables = [types.SimpleNamespace(value=weight) for weight in weights]
+        return normalization._normalized(layer, x, *variables, centers=centers)
+
+    found = with_gradients(layers_own, x, scale, offset)
     exact = with_gradients(
         lambda x, scale, offset: normalized(x, centers=centers) * scale + offset,
         *[tf.cast(each, tf.float64) for each in (x, scale, offset)],

@@ -192,7 +192,8 @@ def test_a_seed_fixes_the_order(many_files):
     assert epochs(5) == [first, second]
     assert first != second
     assert sorted(first) == sorted(second)
-    assert epochs(6)[0] != first
+    # Of a few files, two seeds may give the same order.
+    assert any(epochs(seed)[0] != first for seed in range(6, 10))
     assert epochs(None)[0] == epochs(None)[1]
 
 
