@@ -25,7 +25,7 @@ def test_long_cases_are_slow_but_the_quickest_of_a_file():
     cases = [
         Case("a.py", "test_long"),
         Case("a.py", "test_short"),
-        Case("a.py", "test_matrix", "matrix"),
+        Case("a.py", "test_matrix", "slow"),
         Case("b.py", "test_longer"),
         Case("b.py", "test_long"),
         Case("c.py", "test_new"),
@@ -44,9 +44,10 @@ def test_long_cases_are_slow_but_the_quickest_of_a_file():
     mark_long(cases, seconds)
     assert [case.nodeid for case in cases if "slow" in case.marks] == [
         "a.py::test_long",
+        "a.py::test_matrix",
         "b.py::test_longer",
     ]
-    assert cases[2].marks == ["matrix"]
+    assert cases[2].marks == ["slow"]
 
 
 def test_durations_are_written(pytester, monkeypatch):
