@@ -86,11 +86,17 @@ def folder(flag: str, path: str) -> None:
         raise UsageError(f"--{flag}={path} cannot be written: {found} is not a folder.")
 
 
-def input_file(flag: str, path: str, prefix: str = "") -> None:
-    """Check the path of a readable file; the flag's value may have a prefix before the path."""
-    given = f"--{flag}={prefix}{path}"
+def input_file(flag: str | None, path: str, prefix: str = "") -> None:
+    """Check the path of a readable file; the flag's value may have a prefix before the path.
+
+    Args:
+        flag: The flag; None for an argument that is no flag.
+        path: The path.
+        prefix: The text before the path.
+    """
+    given = path if flag is None else f"--{flag}={prefix}{path}"
     found = os.path.expanduser(path)
-    mode = _mode(flag, path, found)
+    mode = _mode(flag or "file", path, found)
     if mode is None:
         raise UsageError(f"{given} does not exist.")
     if mode != stat.S_IFREG:

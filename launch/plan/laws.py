@@ -46,7 +46,7 @@ def _check_fit(words: list[str]) -> list[dict[str, float]]:
         raise UsageError("tfdist-plan fit requires files of runs: tfdist-plan fit runs.jsonl.")
     found: list[dict[str, float]] = []
     for word in words:
-        input_file("fit", word)
+        input_file(None, word)
         try:
             lines = Path(word).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

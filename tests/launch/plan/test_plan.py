@@ -116,6 +116,7 @@ def test_a_fit_of_runs(tmp_path):
     for broken in ("nonsense", '{"ranks": true, "seconds": 1}', '{"loss": 1}'):
         path.write_text(broken)
         assert plan("fit", str(path)).returncode == 2
+    assert plan("fit", "/none").stderr.strip() == "tfdist-plan: /none does not exist."
 
 
 def test_rates_are_found_again():
