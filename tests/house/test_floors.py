@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.house.floors import DOCUMENT, MARK, levels, table
-from tests.house.sources import rooms
+from tests.house.sources import ROOT, rooms
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "tfdist" / "addons").is_dir(), reason="no tfdist.addons"
+)
 
 
 def test_every_room_has_a_floor():

@@ -25,5 +25,6 @@ def test_each_folder_is_a_room():
 
 def test_add_ons_and_programs_have_folders_of_their_own():
     for room in ("addons", "launch"):
-        known = folders(ROOT / "tfdist" / room)
-        assert folders(TESTS / room) <= known, room
+        # The add-ons may have been left out.
+        if (TESTS / room).is_dir():
+            assert folders(TESTS / room) <= folders(ROOT / "tfdist" / room), room
