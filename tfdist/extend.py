@@ -23,15 +23,15 @@ if TYPE_CHECKING:  # For editors and the reference; at runtime `__getattr__` imp
     from tfdist.sharding.kept import Kept as Kept
     from tfdist.sharding.kept import KeptState as KeptState
     from tfdist.sharding.kept import VariableKey as VariableKey
+    from tfdist.sharding.split import LayerSplit as LayerSplit
+    from tfdist.sharding.split import Split as Split
+    from tfdist.sharding.split import register_split as register_split
     from tfdist.sharding.weights import add_split_weight as add_split_weight
     from tfdist.sharding.weights import axis_group as axis_group
     from tfdist.step.hooks import FitContext as FitContext
     from tfdist.step.hooks import FitHook as FitHook
     from tfdist.strategies.parallel import ParallelStrategy as ParallelStrategy
     from tfdist.strategies.registry import register_strategy as register_strategy
-    from tfdist.tensor_parallel.split import LayerSplit as LayerSplit
-    from tfdist.tensor_parallel.split import Split as Split
-    from tfdist.tensor_parallel.split import register_split as register_split
 
 _NAMES = {
     "tfdist.collectives.engine": ("Engine",),
@@ -50,7 +50,7 @@ _NAMES = {
     "tfdist.step.hooks": ("FitContext", "FitHook"),
     "tfdist.strategies.parallel": ("ParallelStrategy",),
     "tfdist.strategies.registry": ("register_strategy",),
-    "tfdist.tensor_parallel.split": ("LayerSplit", "Split", "register_split"),
+    "tfdist.sharding.split": ("LayerSplit", "Split", "register_split"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tfdist.sharding.split import split_of
 from tfdist.tensor_parallel.adapters import Adapter
 from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
 from tfdist.tensor_parallel.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
 from tfdist.tensor_parallel.registered import RegisteredAdapter
-from tfdist.tensor_parallel.split import split_of
 
 #: Specific adapters come before general ones.
 _ADAPTERS: tuple[type[Adapter], ...] = (

@@ -15,6 +15,7 @@ import keras
 
 from tfdist.backend.keras.attributes import history, kernel_of, sublayers, table_of
 from tfdist.backend.keras.private import all_layers
+from tfdist.sharding.split import split_of
 from tfdist.tensor_parallel.adapters import computes_as
 from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
 from tfdist.tensor_parallel.attributes import int4_inputs, int4_outputs, variables_of_layer
@@ -22,7 +23,6 @@ from tfdist.tensor_parallel.blocks import projections
 from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.equations import terms
 from tfdist.tensor_parallel.registered import only_kind, parts_of_registered
-from tfdist.tensor_parallel.split import split_of
 from tfdist.utils import checks
 
 #: A variable without a rule is an error if it is at least this fraction of the model.

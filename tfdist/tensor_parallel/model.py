@@ -17,6 +17,7 @@ from tfdist.collectives import Group, broadcast
 from tfdist.sharding.experts import expert_group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import deep_copy
+from tfdist.sharding.split import split_of
 from tfdist.sharding.weights import tensor_group
 from tfdist.tensor_parallel.adapters import Adapter
 from tfdist.tensor_parallel.attributes import made_under, variables_of_layer
@@ -31,7 +32,6 @@ from tfdist.tensor_parallel.plan import kinds_of
 from tfdist.tensor_parallel.prefill import drop_logits_of_prefill
 from tfdist.tensor_parallel.registered import parts_of_registered
 from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
-from tfdist.tensor_parallel.split import split_of
 from tfdist.utils import checks
 
 

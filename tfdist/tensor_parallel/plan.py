@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from tfdist.tensor_parallel.split import registered_kinds
+from tfdist.sharding.split import registered_kinds
 from tfdist.utils import checks
 
 #: The words of a plan, in addition to the kinds of registered splits.

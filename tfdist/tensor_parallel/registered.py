@@ -13,14 +13,14 @@ from tfdist.backend.keras.attributes import sublayers
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group
 from tfdist.sharding.layout import layout_of
-from tfdist.tensor_parallel.adapters import Adapter, computes_as, local_attributes, override
-from tfdist.tensor_parallel.attributes import own_trainable, variables_of_layer
-from tfdist.tensor_parallel.split import (
+from tfdist.sharding.split import (
     LayerSplit,
     Split,
     registered_class,
     split_of,
 )
+from tfdist.tensor_parallel.adapters import Adapter, computes_as, local_attributes, override
+from tfdist.tensor_parallel.attributes import own_trainable, variables_of_layer
 from tfdist.utils import checks
 
 
