@@ -29,10 +29,21 @@ except ImportError:
     from tfdist.native import find_library
     print(find_library())
 """
-_INSTALL = (
-    "import pathlib, sys; from tfdist.launch.install_horovod.native_build import install_native; "
-    "print(install_native(pathlib.Path(sys.argv[1])))\n"
-)
+#: Where `install_native` is, and where it was before `launch/` had a folder for each program.
+_INSTALL = """
+import pathlib, sys
+try:
+    from tfdist.launch.install_horovod.native_build import install_native
+except ImportError:
+    from tfdist.launch.native_build import install_native
+print(install_native(pathlib.Path(sys.argv[1])))
+"""
+#: Python runs this file at its start. An editable installation would import modules that the commit lacks
+#: from the checkout.
+_CUSTOMIZE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +116,7 @@ def tree_of(source: Tree, commit: str, work: Path) -> Tree:
         except BaseException:
             shutil.rmtree(made)
             raise
+    (tree.folder / "sitecustomize.py").write_text(_CUSTOMIZE)
     said = "run tfdist-install-horovod."
     is_compiled = _python(source, _FIND)[-1] != "None"
     if is_compiled:

@@ -7,10 +7,15 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import layers, models, strategies
-from tfdist.addons import recommenders
-from tfdist.addons.monitoring import memory_report
 from tfdist.pipeline import PipelineModel, deferred_weights
 from tfdist.recompute import recompute
+
+try:
+    from tfdist.addons.monitoring import memory_report
+    from tfdist.addons.recommenders import dlrm
+except ImportError:  # Commits before the add-ons, with which `--against` compares.
+    from tfdist.models import dlrm
+    from tfdist.monitoring import memory_report
 
 from .serving import FitTraining, Settings, Training, global_batch
 
@@ -72,7 +77,7 @@ def _model(settings: Settings, tied: bool, **experts) -> keras.Model:
             **experts,
         )
     if settings.model == "dlrm":
-        return recommenders.dlrm(
+        return dlrm(
             sizes["dense"],
             [sizes["vocabulary"]] * sizes["tables"],
             embedding_dim=sizes["width"],

@@ -144,7 +144,7 @@ def test_both_trees_train(tmp_path):
     old = new / ".peers" / "commits" / commit
     # That the perceptrons differ shows that each rank has imported its own tree.
     assert finished.returncode == 1, finished.stderr
-    assert "mlp-data: The models differ" in finished.stderr
+    assert "mlp-data: The models must have the same size" in finished.stderr
     assert len(finished.stderr.splitlines()) == 1
     lines = finished.stdout.splitlines()
     assert lines[0] == f"new: {new}, {commit[:12]} with changes"
