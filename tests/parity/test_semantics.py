@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -51,15 +49,10 @@ QUICK = [
 ]
 
 
-@functools.cache
-def reference(one_process, program):
-    return one_process.run(programs.in_one_process, program)[0]
-
-
 @on_ranks(("horovod", 3), slow=[("tensorflow", 2)])
 @pytest.mark.parametrize("program", slow_but(QUICK, PROGRAMS), ids=lambda p: p.__name__)
 def test_as_in_one_process(pool, one_process, program):
-    expected = reference(one_process, program)
+    expected = programs.reference(one_process, program)
     programs.assert_same(pool.run(programs.on_rank, program, timeout=120), expected)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -158,6 +159,12 @@ def on_rank(program, *args, **kwargs):
 def in_one_process(program, *args, **kwargs):
     """Runs a program without any strategy: plain Keras."""
     return program(None, *args, **kwargs)
+
+
+@functools.cache
+def reference(one_process, program):
+    """The result of a program in the single process, which is run once."""
+    return one_process.run(in_one_process, program)[0]
 
 
 def assert_same(results, reference, *, weights: float = 1e-5, logs: float = 1e-5) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import re
 
@@ -17,11 +16,6 @@ from tests.strategies.observing import Record
 from tests.strategies.programs import BATCH, EPOCHS, UNEVEN_ROWS, finish, images, mlp, scope, start
 
 on_kinds = on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
-
-
-@functools.cache
-def reference(one_process, program):
-    return one_process.run(programs.in_one_process, program)[0]
 
 
 def compiled_mlp(strategy):
@@ -103,7 +97,7 @@ def stop_early(strategy):
 @pytest.mark.slow
 @on_kinds
 def test_early_stopping_and_plateau(pool, one_process):
-    expected = reference(one_process, stop_early)
+    expected = programs.reference(one_process, stop_early)
     assert expected.extra == (5, 1)
     assert expected.history["learning_rate"][3:] != expected.history["learning_rate"][:3]
     results = pool.run(programs.on_rank, stop_early)
@@ -132,7 +126,7 @@ def one_sample_is_not_a_number(strategy):
 
 @on_kinds
 def test_terminate_on_nan_stops_all_ranks_at_one_batch(pool, one_process):
-    expected = reference(one_process, one_sample_is_not_a_number)
+    expected = programs.reference(one_process, one_sample_is_not_a_number)
     assert [batch for batch, _ in expected.extra] == [0, 1, 2]
     results = pool.run(programs.on_rank, one_sample_is_not_a_number)
     for result in results:
@@ -162,7 +156,7 @@ def values_shown(text: str) -> list[list[float]]:
 
 @on_kinds
 def test_only_the_chief_shows_progress(pool, one_process):
-    expected = reference(one_process, fit_evaluate_and_predict_aloud)
+    expected = programs.reference(one_process, fit_evaluate_and_predict_aloud)
     chief, *others = pool.run(programs.on_rank, fit_evaluate_and_predict_aloud)
     for verbose, text in expected.items():
         assert len(values_shown(text)) == 3  # Two epochs and the evaluation.
@@ -185,7 +179,7 @@ def with_a_list_of_keras(strategy):
 
 @on_kinds
 def test_a_list_of_keras_is_taken_as_any_other(pool, one_process):
-    epochs, losses = reference(one_process, with_a_list_of_keras)
+    epochs, losses = programs.reference(one_process, with_a_list_of_keras)
     for own_epochs, own_losses in pool.run(programs.on_rank, with_a_list_of_keras):
         assert own_epochs == epochs == list(range(EPOCHS))
         np.testing.assert_allclose(own_losses, losses, rtol=1e-5)

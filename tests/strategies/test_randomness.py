@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import random
@@ -207,12 +206,7 @@ def test_weights_do_not_keep_the_bucket_that_they_came_in(pool):
         assert 64 not in distances, "parts of one array"
 
 
-@functools.cache
-def reference(one_process, program):
-    return one_process.run(programs.in_one_process, program)[0]
-
-
 @on_kinds
 def test_training_starts_from_the_chiefs_weights_and_seeds(pool, one_process):
-    expected = reference(one_process, weights_of_the_chief)
+    expected = programs.reference(one_process, weights_of_the_chief)
     programs.assert_same(pool.run(programs.on_rank, weights_of_the_chief), expected)
