@@ -90,7 +90,7 @@ def input_file(flag: str | None, path: str, prefix: str = "") -> None:
     """Check the path of a readable file; the flag's value may have a prefix before the path.
 
     Args:
-        flag: The flag; None for an argument that is no flag.
+        flag: The flag; None for a positional argument.
         path: The path.
         prefix: The text before the path.
     """

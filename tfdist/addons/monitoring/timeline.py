@@ -63,7 +63,8 @@ def save_timeline(run: Run, path: str | Path) -> None:
             picture, which requires `pip install 'tfdist[plots]'`.
 
     Raises:
-        ValueError: An argument has another type.
+        TypeError: `run` is not a run.
+        ValueError: `path` is not a path.
         ImportError: matplotlib, for a picture, is not installed.
     """
     checks.instance("run", run, Run, "a run, such as PipelineModel.last_run")
