@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import keras
 import tensorflow as tf
 
@@ -10,13 +13,6 @@ from tfdist import layers, models, strategies
 from tfdist.pipeline import PipelineModel, deferred_weights
 from tfdist.recompute import recompute
 
-try:
-    from tfdist.addons.monitoring import memory_report
-    from tfdist.addons.recommenders import dlrm
-except ImportError:  # Commits before the add-ons, with which `--against` compares.
-    from tfdist.models import dlrm
-    from tfdist.monitoring import memory_report
-
 from .serving import FitTraining, Settings, Training, global_batch
 
 STRATEGIES = {
@@ -24,6 +20,18 @@ STRATEGIES = {
     "tensorflow": strategies.MultiWorkerStrategy,
     "local": strategies.LocalStrategy,
 }
+
+
+def _module(name: str, former: str) -> ModuleType:
+    """A module of an add-on; `former` at commits before the add-ons, for `--against`."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return importlib.import_module(former)
+
+
+dlrm = _module("tfdist.addons.recommenders", "tfdist.models").dlrm
+memory_report = _module("tfdist.addons.monitoring", "tfdist.monitoring").memory_report
 
 
 def prepare(settings: Settings) -> Training:
