@@ -148,7 +148,8 @@ class ParallelStrategy(DistributedStrategy):
             return
         measured = MeasuredShares() if isinstance(batch_shares, str) else batch_shares
         balancing = require_addon("unequal_ranks", 'batch_shares="measured"').balancing
-        self.row_shares = balancing.MeasuredRowShares(measured, size)
+        self.row_shares = shares = balancing.MeasuredRowShares(measured, size)
+        self.keep(shares)
         if self.engine.size > 1:
             self.fit_hooks.append(balancing.Balancing(self))
 

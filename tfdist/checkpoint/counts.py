@@ -14,8 +14,7 @@ import keras
 import numpy as np
 
 from tfdist.backend.keras.attributes import loss_variables
-from tfdist.checkpoint.manifest import format1
-from tfdist.checkpoint.names import metric_names
+from tfdist.checkpoint.manifest import Manifest
 from tfdist.checkpoint.shards import ArrayShard, Entry, shards_of, whole_box
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
@@ -27,14 +26,14 @@ Merge = Callable[[np.ndarray], np.ndarray]
 
 
 def counts_of(
-    model: keras.Model, named: Sequence[tuple[keras.Variable, str]], version: int
+    model: keras.Model, named: Sequence[tuple[keras.Variable, str]], form: type[Manifest]
 ) -> list[Entry]:
     """The entries of the values that differ between ranks.
 
     Args:
         model: The model.
         named: The variables that this rank holds, with their names.
-        version: The version of the format, which determines the names of metrics.
+        form: The format, which determines the names of metrics.
     """
     strategy, role = strategy_of(model), role_of(model)
     counting, summing, writes = LocalEngine().group(), LocalEngine().group(), True
@@ -52,8 +51,7 @@ def counts_of(
     ]
     loss = loss_variables(model)
     variables = [variable for metric in model.metrics for variable in metric.variables]
-    names = format1().model_names(variables) if version == 1 else metric_names(variables)
-    for variable, name in zip(variables, names, strict=True):
+    for variable, name in zip(variables, form.names.metric_names(variables), strict=True):
         if id(variable) in loss or role.sees_outputs:
             group = summing if id(variable) in loss else counting
             merge = _merge(variable.aggregation, group)

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint.counts import counts_of, own_entry
 from tfdist.checkpoint.kept import KeptArrays
-from tfdist.checkpoint.manifest import FORMAT, Arrays, format1
-from tfdist.checkpoint.names import model_names, optimizer_names
+from tfdist.checkpoint.manifest import Arrays, Manifest
 from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
@@ -25,23 +24,23 @@ Named = list[tuple[keras.Variable, str]]
 
 
 def entries_of(
-    model: keras.Model, version: int = FORMAT, states: Sequence[KeptState] | None = None
+    model: keras.Model,
+    states: Sequence[KeptState] | None = None,
+    form: type[Manifest] = Manifest,
 ) -> list[Entry]:
     """The entries of this rank for the variables of a model and of its optimizer.
 
     Args:
         model: The model, built, with an optimizer that is built, if there is one.
-        version: The version of the format, which determines the names.
         states: What else is saved; by default the states of the strategy and its stages.
+        form: The format, which determines the names.
     """
     strategy = strategy_of(model)
-    named, held = _named_variables(model, version)
+    held = held_variables(model, form)
     found = [(v, f"model/{name}") for v, name in held]
     if getattr(model, "optimizer", None) is not None:
-        is_first = version == 1
-        trained = [(v, name) for v, name in (named if is_first else held) if v.trainable]
-        names_of = format1().optimizer_names if is_first else optimizer_names
-        found += names_of(model.optimizer, trained)
+        trained = [(v, name) for v, name in held if v.trainable]
+        found += form.names.optimizer_names(model.optimizer, trained)
     local = local_optimizer(model)
     pairs = [] if local is None else local.global_variables
     agreed = {id(variable): kept for variable, kept in pairs}
@@ -61,26 +60,17 @@ def entries_of(
         shape, dtype = global_shape(variable), str(variable.dtype)
         entries.append(Entry(name, shape, dtype, variable, shards_of(variable), writes))
     kept = KeptArrays(model, kept_states_of(model) if states is None else states, held)
-    return entries + counts_of(model, held, version) + kept.entries()
+    return entries + counts_of(model, held, form) + kept.entries()
 
 
-def held_variables(model: keras.Model) -> Named:
+def held_variables(model: Any, form: type[Manifest] = Manifest) -> Named:
     """The variables of a model that this rank holds, with their names."""
-    return _named_variables(model, FORMAT)[1]
-
-
-def _named_variables(model: Any, version: int) -> tuple[Named, Named]:
-    """All variables of a model with their names, and those that this rank holds."""
-    root = role_of(model).whole_model
+    root, every, own = role_of(model).whole_model, model.variables, model.variables
     if root is not None:
         every, own = model.chain_variables
-    else:
-        root, every = model, list(model.variables)
-        own = every
     here = {id(variable) for variable in own}
-    names = format1().model_names(every) if version == 1 else model_names(root, every)
-    named = list(zip(every, names, strict=True))
-    return named, [(v, name) for v, name in named if id(v) in here]
+    names = form.names.model_names(model if root is None else root, every)
+    return [(v, name) for v, name in zip(every, names, strict=True) if id(v) in here]
 
 
 def gather_arrays(

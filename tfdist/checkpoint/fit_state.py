@@ -18,8 +18,6 @@ from tfdist.checkpoint.kept import named_states
 from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 from tfdist.sharding.kept import KeptState
-from tfdist.step.context import strategy_of
-from tfdist.step.shares import are_shares
 
 _logger = logging.getLogger("tfdist")
 #: The attributes of Keras' callbacks that are saved, without EarlyStopping's best weights.
@@ -51,8 +49,6 @@ class FitState:
     ):
         self._model, self._position, self._callbacks = model, position, callbacks
         self._seed = global_seed()
-        strategy = strategy_of(model)
-        self._shares = None if strategy is None else strategy.row_shares
         self._kept = named_states(states)
 
     def collect(self, epoch: int, batch: int) -> dict[str, Any]:
@@ -82,7 +78,6 @@ class FitState:
                 key: {name: _plain(value) for name, value in vars(each).items() if name in _COUNTED}
                 for key, each in self._counting().items()
             },
-            "batch_shares": None if self._shares is None else self._shares.state(),
             "kept": {name: each.values(in_epoch=batch > 0) for name, each in self._kept.items()},
         }
 
@@ -102,11 +97,13 @@ class FitState:
         keras_seed = _keras_seed()
         if keras_seed is not None and state["keras_seed"] is not None:
             keras_seed.assign(np.array(state["keras_seed"], keras_seed.dtype))
-        if self._shares is not None:
-            self._shares.restore(state.get("batch_shares"))
         kept = state.get("kept", {})
-        if isinstance(kept, list):  # States had no names in early versions.
-            kept = dict(zip(self._kept, kept, strict=False))
+        if isinstance(
+            kept, list
+        ):  # States had no names in early versions, and shares were no state.
+            names = [name for name in self._kept if name != "batch_shares"]
+            kept = dict(zip(names, kept, strict=False))
+        kept = {"batch_shares": state.get("batch_shares"), **kept}
         for name, each in self._kept.items():
             if name in kept:
                 each.restore(kept[name])
@@ -148,8 +145,6 @@ def check_state(state: dict[str, Any]) -> None:
             and isinstance(history["epoch"], list)
             and all(isinstance(values, list) for values in history["logs"].values())
             and all(set(values) <= set(_COUNTED) for values in state["callbacks"].values())
-            # Missing in checkpoints of early versions.
-            and are_shares(state.get("batch_shares"))
         )
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         is_right = False

@@ -10,9 +10,9 @@ import dataclasses
 import json
 import math
 import re
-import zlib
-from typing import Any
+from typing import Any, ClassVar
 
+from tfdist.checkpoint import names
 from tfdist.checkpoint.chunks import (
     CRC_BYTES,
     chunk_count,
@@ -49,15 +49,17 @@ class Manifest:
         step: The training step after which it was saved.
         arrays: Shape and dtype of each global array, by name.
         state: Other state, JSON-serializable.
-        files: Size and digest of each file, by path. None in a checkpoint of format 1.
+        files: Size and digest of each file, by path.
         chunks: The shape of an array's chunks, by name.
+        names: The functions that name the arrays of this format.
     """
 
     step: int
     arrays: Arrays
     state: dict[str, Any]
-    files: Digests | None = None
+    files: Digests = dataclasses.field(default_factory=dict)
     chunks: Chunks = dataclasses.field(default_factory=dict)
+    names: ClassVar[Any] = names
 
     def chunk_of(self, name: str) -> tuple[int, ...]:
         """The shape of an array's chunks."""
@@ -72,13 +74,33 @@ class Manifest:
                 name: {"shape": list(shape), "dtype": dtype, "chunk": list(self.chunk_of(name))}
                 for name, (shape, dtype) in self.arrays.items()
             },
-            "files": {path: list(found) for path, found in (self.files or {}).items()},
+            "files": {path: list(found) for path, found in self.files.items()},
             "state": self.state,
         }
         storage.write_json(
             MANIFEST,
             {"tfdist_checkpoint": FORMAT, "sha256": _digest(content), "content": content},
         )
+
+    def read_file(self, storage: Storage, name: str, key: str) -> bytes:
+        """The content of an array's file, which must be the one that the manifest lists.
+
+        Raises:
+            StorageError: It is missing or corrupt.
+        """
+        path = f"{folder_of_array(name)}/{key}"
+        size, digest = self.files[path]
+        content = storage.read(path, size)
+        where = f"{storage.path}/{path}"
+        if content is None:
+            raise StorageError(f"{where} is missing.")
+        if len(content) != size:
+            raise StorageError(
+                f"{where} is corrupt: expected {size:,} bytes, found {len(content):,} bytes."
+            )
+        if digest_of(content) != digest:
+            raise StorageError(f"{where} is corrupt: digest mismatch.")
+        return content
 
     @classmethod
     def read(cls, storage: Storage) -> Manifest | None:
@@ -98,14 +120,27 @@ class Manifest:
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise StorageError(f"{storage.path}/{MANIFEST} is corrupt: {error}.") from error
 
+    @staticmethod
+    def has_right_digest(found: dict[str, Any], content: dict[str, Any]) -> bool:
+        """Whether a parsed manifest has the digest of its content."""
+        return found.get("sha256") == _digest(content)
 
-def format1() -> Any:
-    """The reader of checkpoints of format 1, which early versions wrote.
+    @classmethod
+    def parsed(
+        cls, step: int, listed: dict[str, Any], state: dict[str, Any], content: dict[str, Any]
+    ) -> Manifest:
+        """The manifest with the arrays that its content lists.
 
-    Raises:
-        ImportError: Its add-on is not installed.
-    """
-    return require_addon("compat", "A checkpoint of format 1").checkpoint_format1
+        Raises:
+            ValueError: They are not valid.
+        """
+        arrays, chunks = {}, {}
+        for name in listed:
+            each = json_object(listed, name)
+            arrays[name] = array_of(name, each.get("shape"), each.get("dtype"))
+            chunks[name] = _chunk(name, arrays[name], each.get("chunk"))
+        files = _files(json_object(content, "files"), arrays, chunks)
+        return cls(step, arrays, state, files, chunks)
 
 
 def folder_of(step: int, token: str) -> str:
@@ -134,68 +169,58 @@ def _parsed(found: Any, storage: Storage) -> Manifest:
         NewerFormatError: It was written by a newer version of tfdist.
     """
     version: Any = found.get("tfdist_checkpoint") if isinstance(found, dict) else None
-    _require(_is_int(version, 1, _MAX_SIZE), "it is not a manifest")
+    require(_is_int(version, 1, _MAX_SIZE), "it is not a manifest")
     if version > FORMAT:
         raise NewerFormatError(
             f"{storage.path} is not supported: it was written by a newer tfdist, in version {version} "
             f"of the format. This tfdist reads versions up to {FORMAT}. Install the newer one."
         )
-    content = _object(found, "content")
+    content = json_object(found, "content")
+    form: Any = Manifest
     if version == 1:
-        is_right = found.get("crc32") == zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    else:
-        is_right = found.get("sha256") == _digest(content)
-    _require(is_right, "checksum mismatch")
+        form = require_addon("compat", "A checkpoint of format 1").checkpoint_format1.Format1
+    require(form.has_right_digest(found, content), "checksum mismatch")
     step: Any = content.get("step")
-    _require(_is_int(step, 0, _MAX_STEP), f"`step` must be at least 0, found {step!r:.50}")
-    state, listed = _object(content, "state"), _object(content, "arrays")
-    if version == 1:
-        arrays = {name: _array(name, *_pair(each)) for name, each in listed.items()}
-        for name in arrays:
-            is_safe = all(part.strip(".") for part in name.split("/")) and "\0" not in name
-            _require(is_safe, f"`{name!r:.50}` is not the name of an array")
-        manifest = Manifest(step, arrays, state)
-    else:
-        arrays, chunks = {}, {}
-        for name in listed:
-            each = _object(listed, name)
-            arrays[name] = _array(name, each.get("shape"), each.get("dtype"))
-            chunks[name] = _chunk(name, arrays[name], each.get("chunk"))
-        files = _files(_object(content, "files"), arrays, chunks)
-        manifest = Manifest(step, arrays, state, files, chunks)
+    require(_is_int(step, 0, _MAX_STEP), f"`step` must be at least 0, found {step!r:.50}")
+    listed = json_object(content, "arrays")
+    manifest = form.parsed(step, listed, json_object(content, "state"), content)
     # A folder that the user has renamed is not compared.
     here = storage.path.rstrip("/").rpartition("/")[2]
     if step_of(here) is not None:
-        _require(step_of(here) == step, f"it belongs to step {step}")
-        folder = content.get("folder")
-        _require(version == 1 or folder == here, f"it belongs to `{folder!s:.100}`")
+        require(step_of(here) == step, f"it belongs to step {step}")
+        folder = content.get("folder", here)
+        require(folder == here, f"it belongs to `{folder!s:.100}`")
     return manifest
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raises a ValueError with this message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
-def _object(content: dict[str, Any], name: str) -> dict[str, Any]:
+def json_object(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """An entry that must be a JSON object; a ValueError says what it is instead."""
     found = content.get(name)
     if not isinstance(found, dict):
         raise ValueError(f"`{name:.100}` must be an object, found {found!r:.50}")
     return found
 
 
-def _pair(value: Any) -> tuple[Any, Any]:
+def pair_of(value: Any) -> tuple[Any, Any]:
+    """The two items of a list; None for both if it is no such list."""
     return (value[0], value[1]) if isinstance(value, list) and len(value) == 2 else (None, None)
 
 
-def _array(name: str, shape, dtype) -> Array:
+def array_of(name: str, shape, dtype) -> Array:
+    """Shape and dtype as an array; a ValueError names the array if they are not valid."""
     is_shape = (
         isinstance(shape, list)
         and len(shape) <= _MAX_DIMS
         and all(_is_int(size, 0, _MAX_SIZE) for size in shape)
         and math.prod(shape) <= _MAX_SIZE
     )
-    _require(is_shape, f"the array `{name}` has an invalid shape: {shape!r:.50}")
+    require(is_shape, f"the array `{name}` has an invalid shape: {shape!r:.50}")
     try:
         item_bytes(dtype if isinstance(dtype, str) else "")
     except (ValueError, TypeError) as error:
@@ -211,7 +236,7 @@ def _chunk(name: str, array: Array, chunk) -> tuple[int, ...]:
         and all(_is_int(part, 1, max(1, size)) for part, size in zip(chunk, shape, strict=True))
         and math.prod(chunk) * item_bytes(dtype) <= _MAX_CHUNK_BYTES
     )
-    _require(is_chunk, f"the array `{name}` has an invalid shape of chunks: {chunk!r:.50}")
+    require(is_chunk, f"the array `{name}` has an invalid shape of chunks: {chunk!r:.50}")
     return tuple(chunk)
 
 
@@ -219,16 +244,16 @@ def _files(found: dict[str, Any], arrays: Arrays, chunks: Chunks) -> Digests:
     """The files, which must be exactly those of the arrays."""
     files: Digests = {}
     for path, each in found.items():
-        size, digest = _pair(each)
+        size, digest = pair_of(each)
         is_right = _is_int(size, 0, _MAX_CHUNK_BYTES + CRC_BYTES) and isinstance(digest, str)
-        _require(is_right, f"the file `{path}` has an invalid size or digest: {each!r:.50}")
+        require(is_right, f"the file `{path}` has an invalid size or digest: {each!r:.50}")
         files[path] = (size, digest)
     # Counted first: a corrupt manifest may declare more chunks than can be listed.
     count = sum(1 + chunk_count(arrays[name][0], chunks[name]) for name in arrays)
-    _require(count == len(files), f"it lists {len(files):,} files, but its arrays have {count:,}")
+    require(count == len(files), f"it lists {len(files):,} files, but its arrays have {count:,}")
     for name, array in arrays.items():
         for key in keys_of(name, array, chunks[name]):
-            _require(key in files, f"the file `{key}` is not listed")
+            require(key in files, f"the file `{key}` is not listed")
     return files
 
 

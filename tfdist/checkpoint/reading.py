@@ -19,8 +19,8 @@ from tfdist.checkpoint.chunks import (
     touched,
 )
 from tfdist.checkpoint.errors import StorageError
-from tfdist.checkpoint.manifest import Manifest, format1
-from tfdist.checkpoint.storage import Storage, digest_of
+from tfdist.checkpoint.manifest import Manifest
+from tfdist.checkpoint.storage import Storage
 
 #: How many chunks may be in memory at a time, in addition to the arrays that they are copied into.
 _MAX_CHUNKS = min(4, os.cpu_count() or 1)
@@ -40,10 +40,7 @@ class Reader:
         """
         _, dtype = self._manifest.arrays[name]
         chunk = self._manifest.chunk_of(name)
-        if self._manifest.files is None:
-            format1().check_description(self._storage, name, self._manifest.arrays[name])
-        else:
-            self._verified(f"{folder_of_array(name)}/zarr.json")
+        self._manifest.read_file(self._storage, name, "zarr.json")
         kind = ts.dtype(dtype).numpy_dtype
         targets = [
             np.empty([each.stop - each.start for each in box if isinstance(each, slice)], kind)
@@ -63,26 +60,10 @@ class Reader:
 
     def _chunk(self, name: str, place: Place, chunk: tuple[int, ...], dtype: str) -> np.ndarray:
         key = chunk_key(place)
-        if self._manifest.files is None:
-            return format1().chunk_values(self._storage, name, key, chunk, dtype)
-        path = f"{folder_of_array(name)}/{key}"
-        content = self._verified(path)
+        content = self._manifest.read_file(self._storage, name, key)
         try:
             return decode(content, chunk, dtype, checks=False)
         except (StorageError, ValueError) as error:  # The manifest contradicts itself.
-            raise StorageError(f"{self._storage.path}/{path} is corrupt: {error}.") from error
-
-    def _verified(self, path: str) -> bytes:
-        """The content of a file, which must be the one in the manifest."""
-        size, digest = (self._manifest.files or {})[path]
-        content = self._storage.read(path, size)
-        where = f"{self._storage.path}/{path}"
-        if content is None:
-            raise StorageError(f"{where} is missing.")
-        if len(content) != size:
             raise StorageError(
-                f"{where} is corrupt: expected {size:,} bytes, found {len(content):,} bytes."
-            )
-        if digest_of(content) != digest:
-            raise StorageError(f"{where} is corrupt: digest mismatch.")
-        return content
+                f"{self._storage.path}/{folder_of_array(name)}/{key} is corrupt: {error}."
+            ) from error

@@ -17,7 +17,7 @@ from tfdist.checkpoint.directory import complete_checkpoints, lost
 from tfdist.checkpoint.entries import entries_of, gather_arrays, held_variables
 from tfdist.checkpoint.errors import OtherModelError, StorageError
 from tfdist.checkpoint.kept import KeptArrays
-from tfdist.checkpoint.manifest import FORMAT, Array, Arrays, Manifest, step_of
+from tfdist.checkpoint.manifest import Array, Arrays, Manifest, step_of
 from tfdist.checkpoint.reading import Reader
 from tfdist.checkpoint.saving import run_on_chief, world_of
 from tfdist.checkpoint.shards import Entry, whole_box
@@ -78,22 +78,23 @@ def restore_checked(
     candidates, warnings = run_on_chief(partial(_candidates, path), world, "candidates")
     for warning in warnings:
         _logger.warning("%s", warning)
-    entries: dict[int, list[Entry]] = {}
+    known: dict[type[Manifest], list[Entry]] = {}
     damages: list[str] = []
     for candidate in candidates:
         try:
             manifest = run_on_chief(partial(_manifest, candidate, check), world, "manifest")
-            version = 1 if manifest.files is None else FORMAT
             kept = KeptArrays(model, states, held_variables(model))
             kept.prepare(manifest.arrays)
-            if version not in entries:
-                entries[version] = entries_of(model, version, states)
-            strict = [e for e in entries[version] if e.merge is None and not e.is_optional]
+            form = type(manifest)
+            if form not in known:
+                known[form] = entries_of(model, states, form)
+            entries = known[form]
+            strict = [e for e in entries if e.merge is None and not e.is_optional]
             arrays, _ = gather_arrays(strict, world)
             _check_model(candidate, manifest, arrays)
-            _restore(candidate, entries[version], manifest, world)
+            _restore(candidate, entries, manifest, world)
             kept.report_missing(manifest.arrays)
-            _resume_local_steps(model, entries[version], manifest)
+            _resume_local_steps(model, entries, manifest)
             return manifest
         except StorageError as error:
             damages.append(str(error))

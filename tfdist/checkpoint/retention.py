@@ -107,7 +107,7 @@ class Retention:
                 manifest = Manifest.read(storage)
             except CheckpointError:
                 manifest = None
-            files = {} if manifest is None else manifest.files or {}
+            files = {} if manifest is None else manifest.files
             self._whole[folder] = manifest is not None and (
                 is_address(storage.path)
                 or all(

@@ -40,13 +40,7 @@ class RowShares:
     def __init__(self, shares: Sequence[float], num_ranks: int):
         check_count("batch_shares", shares, num_ranks)
         self.parts = parts_of([float(share) for share in shares])
-        with tf.device("/CPU:0"):
-            self._bounds = tf.Variable(
-                [0, *itertools.accumulate(self.parts)],
-                trainable=False,
-                dtype=tf.int64,
-                name="row_bounds",
-            )
+        self._bounds: Any = [0, *itertools.accumulate(self.parts)]
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -69,25 +63,3 @@ class RowShares:
     def bounds_of(self, rows: tf.Tensor) -> tf.Tensor:
         """The begin of the rows of each rank, and the end of the last ones."""
         return (rows * self._bounds + PARTS // 2) // PARTS
-
-    def set_parts(self, parts: Sequence[int]) -> None:
-        """Changes the shares between two steps; all ranks must do so before the same step.
-
-        Raises:
-            ValueError: They are not valid shares of this number of ranks.
-        """
-        parts = tuple(int(part) for part in parts)
-        if len(parts) != len(self.parts) or sum(parts) != PARTS or min(parts) < 0:
-            raise ValueError(
-                f"Shares must be {len(self.parts)} integers that add up to {PARTS}. Received: {parts}."
-            )
-        self._bounds.assign([0, *itertools.accumulate(parts)])
-        self.parts = parts
-
-    def state(self) -> dict[str, Any] | None:
-        """The state for checkpoints; None if shares are fixed."""
-        return None
-
-    def restore(self, state: dict[str, Any] | None) -> bool:
-        """Restores the result of `state`; returns whether it was for the same number of ranks."""
-        return False

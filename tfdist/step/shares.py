@@ -83,16 +83,3 @@ def parts_of(shares: Sequence[float]) -> tuple[int, ...]:
     total, sums = sum(shares), itertools.accumulate(shares, initial=0.0)
     bounds = [round(PARTS * (sum_so_far / total)) for sum_so_far in sums]
     return tuple(high - low for low, high in itertools.pairwise(bounds))
-
-
-def are_shares(state: Any) -> bool:
-    """Whether a value from a file is a result of `RowShares.state`; False, or an exception, if not."""
-    if state is None:
-        return True
-    parts, speeds = state["parts"], state["speeds"]
-    if not all(type(part) is int and 0 <= part <= PARTS for part in parts) or sum(parts) != PARTS:
-        return False
-    if speeds is None:
-        return True
-    are_numbers = all(type(speed) is float and 0 < speed < float("inf") for speed in speeds)
-    return len(speeds) == len(parts) and are_numbers

@@ -21,8 +21,8 @@ from tests.addons.monitoring.monitor_programs import (
 from tests.conftest import on_ranks
 from tfdist import models
 from tfdist.addons.monitoring import timer
+from tfdist.addons.monitoring.intervals import common, union
 from tfdist.addons.monitoring.monitor.sections import without
-from tfdist.backend.clock.intervals import common, union
 from tfdist.callbacks import Monitor
 from tfdist.mesh import Mesh
 

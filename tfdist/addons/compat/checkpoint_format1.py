@@ -6,77 +6,23 @@ Their manifest has no checksums of files, so a file is accepted only if it equal
 from __future__ import annotations
 
 import json
+import math
 import re
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import keras
-import numpy as np
 
 from tfdist.backend.keras.attributes import own_variables
 from tfdist.checkpoint.chunks import CRC_BYTES, chunk_shape_of, decode, item_bytes, metadata_of
 from tfdist.checkpoint.errors import StorageError
-from tfdist.checkpoint.manifest import Array
+from tfdist.checkpoint.manifest import Manifest, array_of, pair_of, require
 from tfdist.checkpoint.names import numbered
 from tfdist.checkpoint.storage import Storage
 
 _DESCRIPTION_BYTES = 1 << 20
-
-
-def check_description(storage: Storage, name: str, array: Array) -> None:
-    """Checks that an array's `zarr.json` is as tfdist wrote it.
-
-    Raises:
-        StorageError: It is not.
-    """
-    path = f"arrays/{name}/zarr.json"
-    content = storage.read(path, _DESCRIPTION_BYTES)
-    if content is None:
-        raise StorageError(
-            f"The array `{name}` in {storage.path} is not valid: zarr.json is missing."
-        )
-    try:
-        found = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise StorageError(
-            f"{storage.path}/{path} is corrupt and could not be read: {error}."
-        ) from error
-    right: dict[str, Any] = {
-        **metadata_of(*array, chunk_shape_of(*array)),
-        "chunk_key_encoding": {"name": "default"},
-        "node_type": "array",
-        "zarr_format": 3,
-    }
-    if item_bytes(array[1]) == 1:
-        right["codecs"] = [{"name": "bytes"}, {"name": "crc32c"}]
-    fill = found.pop("fill_value", None) if isinstance(found, dict) else None
-    if fill != 0 or json.dumps(found, sort_keys=True) != json.dumps(right, sort_keys=True):
-        shape, dtype = array
-        raise StorageError(
-            f"The array `{name}` in {storage.path} is not valid: its zarr.json is not the one that "
-            f"tfdist writes for {dtype}{list(shape)}."
-        )
-
-
-def chunk_values(
-    storage: Storage, name: str, key: str, chunk: Sequence[int], dtype: str
-) -> np.ndarray:
-    """The numbers of a chunk.
-
-    Raises:
-        StorageError: The chunk is missing or corrupt.
-    """
-    size = int(np.prod(chunk, dtype=object)) * item_bytes(dtype) + CRC_BYTES
-    path = f"arrays/{name}/{key}"
-    content = storage.read(path, size)
-    if content is None:
-        raise StorageError(f"The array `{name}` in {storage.path} is not valid: {key} is missing.")
-    try:
-        return decode(content, chunk, dtype, checks=True)
-    except StorageError as error:
-        raise StorageError(
-            f"{storage.path}/{path} is corrupt and could not be read: {error}."
-        ) from error
 
 
 def model_names(variables: Sequence[keras.Variable]) -> list[str]:
@@ -118,3 +64,73 @@ def optimizer_names(
                     break
             found.append((variable, numbered(name, used)))
     return found
+
+
+class Format1(Manifest):
+    """The manifest of a checkpoint of format 1."""
+
+    names: ClassVar[Any] = SimpleNamespace(
+        model_names=lambda model, variables: model_names(variables),
+        metric_names=model_names,
+        optimizer_names=optimizer_names,
+    )
+
+    @staticmethod
+    def has_right_digest(found: dict[str, Any], content: dict[str, Any]) -> bool:
+        """Whether a parsed manifest has the checksum of its content."""
+        return found.get("crc32") == zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+    @classmethod
+    def parsed(
+        cls, step: int, listed: dict[str, Any], state: dict[str, Any], content: dict[str, Any]
+    ) -> Manifest:
+        """The manifest with the arrays that its content lists.
+
+        Raises:
+            ValueError: They are not valid.
+        """
+        arrays = {name: array_of(name, *pair_of(each)) for name, each in listed.items()}
+        for name in arrays:
+            is_safe = all(part.strip(".") for part in name.split("/")) and "\0" not in name
+            require(is_safe, f"`{name!r:.50}` is not the name of an array")
+        return cls(step, arrays, state)
+
+    def read_file(self, storage: Storage, name: str, key: str) -> bytes:
+        """The content of an array's file, which must be as tfdist wrote it.
+
+        Raises:
+            StorageError: It is missing or corrupt.
+        """
+        shape, dtype = self.arrays[name]
+        chunk, path = chunk_shape_of(shape, dtype), f"arrays/{name}/{key}"
+        is_chunk = key != "zarr.json"
+        size = math.prod(chunk) * item_bytes(dtype) + CRC_BYTES if is_chunk else _DESCRIPTION_BYTES
+        content = storage.read(path, size)
+        if content is None:
+            raise StorageError(
+                f"The array `{name}` in {storage.path} is not valid: {key} is missing."
+            )
+        try:
+            if is_chunk:
+                decode(content, chunk, dtype, checks=True)
+                return content
+            found = json.loads(content.decode())
+        except (StorageError, ValueError, RecursionError) as error:
+            raise StorageError(
+                f"{storage.path}/{path} is corrupt and could not be read: {error}."
+            ) from error
+        right: dict[str, Any] = {
+            **metadata_of(shape, dtype, chunk),
+            "chunk_key_encoding": {"name": "default"},
+            "node_type": "array",
+            "zarr_format": 3,
+        }
+        if item_bytes(dtype) == 1:
+            right["codecs"] = [{"name": "bytes"}, {"name": "crc32c"}]
+        fill = found.pop("fill_value", None) if isinstance(found, dict) else None
+        if fill != 0 or json.dumps(found, sort_keys=True) != json.dumps(right, sort_keys=True):
+            raise StorageError(
+                f"The array `{name}` in {storage.path} is not valid: its zarr.json is not the one "
+                f"that tfdist writes for {dtype}{list(shape)}."
+            )
+        return content

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.sharding.kept import KeptState
 from tfdist.step.row_shares import RowShares, check_count
-from tfdist.step.shares import MeasuredShares
+from tfdist.step.shares import PARTS, MeasuredShares
+from tfdist.utils import checks
 
 
-class MeasuredRowShares(RowShares):
+class MeasuredRowShares(RowShares, KeptState):
     """Row shares that are equal at first, and change by `Balancing`.
 
     Args:
@@ -28,6 +31,8 @@ class MeasuredRowShares(RowShares):
         ValueError: The number of limits differs from the number of ranks.
     """
 
+    name = "batch_shares"
+
     def __init__(self, measured: MeasuredShares, num_ranks: int):
         limits: Any = measured.max_rows
         if isinstance(limits, Sequence):
@@ -38,6 +43,25 @@ class MeasuredRowShares(RowShares):
         self.speeds: tuple[float, ...] | None = None
         self.most_rows = [float(limit) for limit in limits]
         super().__init__([1.0] * num_ranks, num_ranks)
+        with tf.device("/CPU:0"):
+            # A step that was traced reads the shares of the moment.
+            self._bounds = tf.Variable(
+                self._bounds, trainable=False, dtype=tf.int64, name="row_bounds"
+            )
+
+    def set_parts(self, parts: Sequence[int]) -> None:
+        """Changes the shares between two steps; all ranks must do so before the same step.
+
+        Raises:
+            ValueError: They are not valid shares of this number of ranks.
+        """
+        parts = tuple(int(part) for part in parts)
+        if len(parts) != len(self.parts) or sum(parts) != PARTS or min(parts) < 0:
+            raise ValueError(
+                f"Shares must be {len(self.parts)} integers that add up to {PARTS}. Received: {parts}."
+            )
+        self._bounds.assign([0, *itertools.accumulate(parts)])
+        self.parts = parts
 
     def bounds_of(self, rows: tf.Tensor) -> tf.Tensor:
         """As those of `RowShares`, but excess rows are assigned to the first ranks below their limits.
@@ -57,15 +81,27 @@ class MeasuredRowShares(RowShares):
         sizes = own + more[1:] - more[:-1]
         return tf.concat([tf.zeros([1], tf.int64), tf.cumsum(sizes)], axis=0)
 
-    def state(self) -> dict[str, Any]:
-        """See `RowShares.state`."""
+    def values(self, *, in_epoch: bool) -> dict[str, Any]:
+        """See `KeptState.values`."""
         speeds = None if self.speeds is None else list(self.speeds)
         return {"parts": list(self.parts), "speeds": speeds}
 
-    def restore(self, state: dict[str, Any] | None) -> bool:
-        """See `RowShares.restore`."""
-        if state is None or len(state["parts"]) != len(self.parts):
-            return False
-        self.set_parts(state["parts"])
-        self.speeds = None if state["speeds"] is None else tuple(state["speeds"])
-        return True
+    def restore(self, values: Any) -> None:
+        """See `KeptState.restore`; on a different number of ranks nothing is restored."""
+        if values is None:
+            return
+        try:
+            parts, speeds = list(values["parts"]), values["speeds"]
+            if speeds is not None:
+                speeds = checks.numbers_of("speeds", speeds, above=0)
+            is_right = all(type(part) is int and part >= 0 for part in parts)
+            is_right &= sum(parts) == PARTS and (speeds is None or len(speeds) == len(parts))
+        except (KeyError, TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            raise ValueError(
+                f"Shares of rows must be as `values` returns them. Received: {values!r:.200}."
+            )
+        if len(parts) == len(self.parts):
+            self.set_parts(parts)
+            self.speeds = speeds

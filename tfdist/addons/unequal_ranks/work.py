@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
-from tfdist.backend.clock.intervals import common, length, union
 from tfdist.backend.clock.rows import Columns, Row, RowBuffer
 from tfdist.backend.clock.stamps import Column, Stamps, current_stamps, stamping, time_after
 from tfdist.mesh import Mesh
@@ -96,8 +95,7 @@ class WorkMeter:
                 continue
             now = gradients[0]
             if not math.isnan(before):
-                waited = common(union(waits), [(before, now)])
-                found.append(BusyTime(samples, now - before - length(waited)))
+                found.append(BusyTime(samples, now - before - _covered(waits, before, now)))
             waits = [wait for wait in waits if wait[1] > now]
             before, samples = now, 0.0
         return found
@@ -111,3 +109,14 @@ class WorkMeter:
             if not places.column.in_background and not alone and begin <= start <= end:
                 found.append((start, end))
         return found
+
+
+def _covered(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """The part of a time that is covered by intervals, which may overlap."""
+    seconds = 0.0
+    for first, last in sorted(intervals):
+        first, last = max(first, begin), min(last, end)
+        if last > first:
+            seconds += last - first
+            begin = last
+    return seconds

@@ -7,8 +7,8 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
+from tfdist.addons.monitoring.intervals import Interval, common, length, union
 from tfdist.addons.monitoring.monitor.watch import Execution
-from tfdist.backend.clock.intervals import Interval, common, length, union
 from tfdist.backend.clock.rows import Row
 from tfdist.backend.clock.stamps import Timed
 

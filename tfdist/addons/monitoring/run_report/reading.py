@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tfdist.backend.clock.intervals import common, union
+from tfdist.addons.monitoring.intervals import common, union
 from tfdist.utils.errors import TfdistError
 
 #: A trace with more bytes cannot be from a Monitor.
