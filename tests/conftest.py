@@ -124,12 +124,12 @@ def _pool(engine: str, num_ranks: int) -> RankPool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Of many slow cases of a test some are run; tests on the same ranks run one after the other."""
+    durations.mark_long(items)
     cross = config.getoption("cross")
     if cross != "full":
         left_out = _left_out(items, cross)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-    durations.mark_long(items)
 
     def kind(item):
         params = getattr(item, "callspec", None)

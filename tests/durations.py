@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_name("durations.json")
-#: A case that takes longer is a slow one, unless its file has no other.
-LIMIT = 5.0
+#: A case that takes longer is a slow one, unless its file has no quicker one.
+LIMIT = 1.5
+#: That of the quickest case of a file.
+LIMIT_OF_QUICKEST = 10.0
 #: What users do first stays in `make test`, however long it takes.
 ALWAYS = ("test_under_horovodrun", "test_the_demonstration_says_little", "test_commands[README.md")
 
 
 def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float] | None = None) -> None:
-    """Marks cases as slow that took too long; of each file the quickest one stays.
+    """Marks cases as slow that took too long; of each file the quickest one may take longer.
 
     Args:
         items: All cases that were collected.
@@ -35,8 +37,9 @@ def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float] | None = N
             quick[item.path].append(item)
     for cases in quick.values():
         cases.sort(key=lambda case: seconds.get(case.nodeid, 0.0))
-        for case in cases[1:]:
-            if seconds.get(case.nodeid, 0.0) > LIMIT and not case.name.startswith(ALWAYS):
+        for number, case in enumerate(cases):
+            limit = LIMIT if number else LIMIT_OF_QUICKEST
+            if seconds.get(case.nodeid, 0.0) > limit and not case.name.startswith(ALWAYS):
                 case.add_marker(pytest.mark.slow)
 
 

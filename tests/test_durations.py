@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.durations import mark_long
+from tests.durations import LIMIT, LIMIT_OF_QUICKEST, mark_long
 
 
 class Case:
@@ -31,6 +31,7 @@ def test_long_cases_are_slow_but_the_quickest_of_a_file():
         Case("c.py", "test_new"),
         Case("c.py", "test_at_the_limit"),
         Case("c.py", "test_under_horovodrun"),
+        Case("d.py", "test_longest"),
     ]
     seconds = {
         "a.py::test_long": 6.0,
@@ -38,14 +39,16 @@ def test_long_cases_are_slow_but_the_quickest_of_a_file():
         "a.py::test_matrix": 9.0,
         "b.py::test_longer": 8.0,
         "b.py::test_long": 7.0,
-        "c.py::test_at_the_limit": 5.0,
+        "c.py::test_at_the_limit": LIMIT,
         "c.py::test_under_horovodrun": 15.0,
+        "d.py::test_longest": LIMIT_OF_QUICKEST + 0.1,
     }
     mark_long(cases, seconds)
     assert [case.nodeid for case in cases if "slow" in case.marks] == [
         "a.py::test_long",
         "a.py::test_matrix",
         "b.py::test_longer",
+        "d.py::test_longest",
     ]
     assert cases[2].marks == ["slow"]
 

@@ -36,10 +36,10 @@ CASES = {
         "Rank 0 called `fit` (or `evaluate`, `predict`)",
     ),
     "save_in_callback": ("wait for each other", "Rank 0 called `save` (or `save_weights`"),
-    "gather_on_chief": ("wait for each other", "in gather_on_chief; rank 1 did not come"),
+    "gather_on_chief": ("wait for each other", "in gather_on_chief; rank 1 did not reach it"),
     "metric_read_on_chief": (
         "wait for each other",
-        "in metric_read_on_chief; rank 1 did not come",
+        "in metric_read_on_chief; rank 1 did not reach it",
     ),
     "metric_read_on_chief_then_end": (
         "Rank 1 ended while rank 0 waits",
