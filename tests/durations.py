@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ FILE = Path(__file__).with_name("durations.json")
 LIMIT = 1.5
 #: That of the quickest case of a file.
 LIMIT_OF_QUICKEST = 10.0
+_WRITE_SECONDS = 60.0
 #: What users do first stays in `make test`, however long it takes.
 ALWAYS = ("test_under_horovodrun", "test_the_demonstration_says_little", "test_commands[README.md")
 
@@ -44,15 +46,18 @@ def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float] | None = N
 
 
 class Recorder:
-    """A plugin that writes down what cases take."""
+    """A plugin that writes down what cases take, every minute, in case the run is ended early."""
 
     def __init__(self):
         self._seconds: dict[str, float] = {}
+        self._written_at = time.monotonic()
 
     def pytest_runtest_logreport(self, report):
         """Notes the time of a case that passed."""
         if report.when == "call" and report.passed:
             self._seconds[report.nodeid] = report.duration
+        if time.monotonic() - self._written_at > _WRITE_SECONDS:
+            self.pytest_sessionfinish()
 
     def pytest_sessionfinish(self):
         """Adds them to the file."""
@@ -60,3 +65,4 @@ class Recorder:
         known |= {name: round(each, 1) for name, each in self._seconds.items()}
         lines = {name: each for name, each in sorted(known.items()) if each >= 1.0}
         FILE.write_text(json.dumps(lines, indent=0) + "\n")
+        self._written_at = time.monotonic()
