@@ -25,6 +25,8 @@ def pool_ids(kind: tuple[str, int]) -> str:
 #: the next function of the file begins with another one.
 LONG = 8
 THIRDS = ("1", "2", "3")
+#: A run takes a third of the slow cases that take longer.
+LONG_SECONDS = 10.0
 
 #: For a case that only `--cross=full` runs.
 full_cross = pytest.mark.slow(full=True)
@@ -42,8 +44,9 @@ def pytest_addoption(parser):
         choices=(*THIRDS, "each", "full"),
         default="1",
         help="Which slow cases with parameters are run: in each file each test and each value of each "
-        f"parameter at least once, of parameters with over {LONG} values the first, second or third part "
-        "of them (1, 2, 3) or each; or all combinations (full) [1]",
+        f"parameter at least once, of parameters with over {LONG} values, and of cases of over "
+        f"{LONG_SECONDS:.0f} s, the first, second or third part (1, 2, 3) or each; or all combinations "
+        "(full) [1]",
     )
     parser.addoption(
         "--record-durations",
@@ -153,6 +156,11 @@ def _left_out(items, cross: str) -> set:
         given = [_values(case) for case in rest], [_values(case) for case in always], number
         chosen = {rest[number] for number in covering.choose(*given)}
         left_out |= {case for case in cases if case not in chosen and case not in always}
+    if cross in THIRDS:
+        taken = [item for item in items if item not in left_out and not _runs_always(item)]
+        long = durations.longer_than(LONG_SECONDS, taken)
+        third = THIRDS.index(cross)
+        left_out |= {item for number, item in enumerate(long) if number % len(THIRDS) != third}
     return left_out
 
 

@@ -45,6 +45,12 @@ def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float] | None = N
                 case.add_marker(pytest.mark.slow)
 
 
+def longer_than(limit: float, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The cases that took longer than some seconds, in their order."""
+    seconds = json.loads(FILE.read_text())
+    return [item for item in items if seconds.get(item.nodeid, 0.0) > limit]
+
+
 class Recorder:
     """A plugin that writes down what cases take, every minute, in case the run is ended early."""
 
