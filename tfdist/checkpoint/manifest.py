@@ -208,7 +208,7 @@ def json_object(content: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def pair_of(value: Any) -> tuple[Any, Any]:
-    """The two items of a list; None for both if it is no such list."""
+    """The two items of a list; None for both of any other value."""
     return (value[0], value[1]) if isinstance(value, list) and len(value) == 2 else (None, None)
 
 
