@@ -166,9 +166,9 @@ class Killed(keras.callbacks.Callback):
         self.first = None
 
     def on_train_batch_begin(self, batch, logs=None):
-        self.first = self.first or self._shares.state()
+        self.first = self.first or self._shares.values(in_epoch=True)
         if batch == self._at:
-            (self._folder / "state.json").write_text(json.dumps(self._shares.state()))
+            (self._folder / "state.json").write_text(json.dumps(self._shares.values(in_epoch=True)))
             os.kill(os.getpid(), signal.SIGKILL)
 
 

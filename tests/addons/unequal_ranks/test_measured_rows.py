@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import keras
 import pytest
 import tensorflow as tf
 
 from tfdist.addons.unequal_ranks.measured_rows import MeasuredRowShares
+from tfdist.checkpoint.fit_state import FitState, check_state
+from tfdist.data.position import DataPosition
 from tfdist.data.sharding import shard_batches
 from tfdist.step.shares import PARTS, MeasuredShares, parts_of
 
@@ -87,3 +90,19 @@ def test_a_change_holds_for_the_next_batch():
         assert [len(rows) for rows in own] == [10 * part // total for part in parts]
         joined = own[0] + own[1]
         assert joined == list(range(joined[0], joined[0] + 10))
+
+
+def test_shares_of_earlier_checkpoints_come_back():
+    """They were beside the kept states, which had no names."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    shares = MeasuredRowShares(MeasuredShares(), 2)
+    shares.set_parts(parts_of([5, 3]))
+    state = FitState(model, DataPosition(), [], [shares]).collect(0, 0)
+    state["batch_shares"], state["kept"] = state["kept"]["batch_shares"], []
+    check_state(state)
+    other = MeasuredRowShares(MeasuredShares(), 2)
+    FitState(model, DataPosition(), [], [other]).resume(state)
+    assert other.parts == shares.parts
+    del state["batch_shares"]
+    state["kept"] = {}
+    FitState(model, DataPosition(), [], [MeasuredRowShares(MeasuredShares(), 2)]).resume(state)
