@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfdist.addons.unequal_ranks.measured_rows import MeasuredRowShares
 from tfdist.checkpoint.fit_state import FitState, check_state
-from tfdist.data.position import DataPosition
 from tfdist.data.sharding import shard_batches
 from tfdist.step.shares import PARTS, MeasuredShares, parts_of
 
@@ -92,17 +91,28 @@ def test_a_change_holds_for_the_next_batch():
         assert joined == list(range(joined[0], joined[0] + 10))
 
 
+class AtTheStart:
+    """A position in data before the first batch."""
+
+    def state(self, *, in_epoch):
+        counts = dict.fromkeys(("iterators", "more_samples"), 0)
+        return counts | dict.fromkeys(("taken", "batches", "batch_size", "random"))
+
+    def resume(self, data, batch):
+        return batch
+
+
 def test_shares_of_earlier_checkpoints_come_back():
     """They were beside the kept states, which had no names."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     shares = MeasuredRowShares(MeasuredShares(), 2)
     shares.set_parts(parts_of([5, 3]))
-    state = FitState(model, DataPosition(), [], [shares]).collect(0, 0)
+    state = FitState(model, AtTheStart(), [], [shares]).collect(0, 0)
     state["batch_shares"], state["kept"] = state["kept"]["batch_shares"], []
     check_state(state)
     other = MeasuredRowShares(MeasuredShares(), 2)
-    FitState(model, DataPosition(), [], [other]).resume(state)
+    FitState(model, AtTheStart(), [], [other]).resume(state)
     assert other.parts == shares.parts
     del state["batch_shares"]
     state["kept"] = {}
-    FitState(model, DataPosition(), [], [MeasuredRowShares(MeasuredShares(), 2)]).resume(state)
+    FitState(model, AtTheStart(), [], [MeasuredRowShares(MeasuredShares(), 2)]).resume(state)
