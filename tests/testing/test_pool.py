@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import threading
 import time
 
 import pytest
 
-from tfdist.testing import RankError, RankPool
+from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
+from tfdist.testing import RankError, RankPool, engine
 
 
 class BrokenOff(BaseException):
@@ -36,6 +38,17 @@ def test_a_crash_shows_the_thread_that_crashed():
     first, where, *_ = caught.value.output.splitlines()
     assert first.startswith("Current thread")
     assert "in string_at" in where
+
+
+def end_as_the_watchdog_does():
+    if engine().rank == 0:
+        os._exit(ENDED_BY_WATCHDOG)
+    raise ValueError("the cause")
+
+
+def test_the_rank_that_the_watchdog_ended_is_not_the_cause():
+    with RankPool(2, "tensorflow") as pool, pytest.raises(ValueError, match="the cause"):
+        pool.run(end_as_the_watchdog_does)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from typing import IO, cast
 import cloudpickle
 
 from tfdist.runtime import Listener
+from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.runtime.rendezvous import ENGINES, Endpoint, environments
 from tfdist.testing.rank import PURPOSE, MakeEngine, free_address, make_engines_by
@@ -155,9 +156,14 @@ class RankPool:
             if failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
-            # The death of a rank causes the errors of others, so it has precedence.
-            raise min(failures, key=lambda failure: not isinstance(failure[1], RankError))[1]
+            raise min(failures, key=self._is_later)[1]
         return [results[rank] for rank in range(self.num_ranks)]
+
+    def _is_later(self, failure: tuple[int, BaseException]) -> tuple[bool, bool]:
+        """Sorts failures: the death of a rank causes errors of others, and any failure ends by the watchdog."""
+        rank, error = failure
+        was_ended = self._processes[rank].poll() == ENDED_BY_WATCHDOG
+        return was_ended, not isinstance(error, RankError)
 
     def close(self, *, kill: bool = False) -> None:
         """Ends all processes: first by closing their connections, then by SIGKILL."""
