@@ -6,6 +6,7 @@ import collections
 import gc
 import importlib.util
 import itertools
+import zlib
 from collections.abc import Sequence
 
 import pytest
@@ -127,10 +128,13 @@ def _pool(engine: str, num_ranks: int) -> RankPool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Of many slow cases of a test some are run; tests on the same ranks run one after the other."""
-    durations.mark_long(items)
+    seconds = durations.recorded()
+    durations.mark_long(items, seconds)
     cross = config.getoption("cross")
+    if cross in THIRDS and any("::" in name for name in config.args):
+        cross = "each"  # What the user names is run.
     if cross != "full":
-        left_out = _left_out(items, cross)
+        left_out = _left_out(items, cross, seconds)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
@@ -142,25 +146,24 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=kind)
 
 
-def _left_out(items, cross: str) -> set:
+def _left_out(items, cross: str, seconds: dict[str, float]) -> set:
     left_out = {item for item in items if _is_slow(item, full=True)}
     files = collections.defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item not in left_out:
+        if item in left_out:
+            continue
+        if hasattr(item, "callspec"):
             files[item.path].append(item)
+        elif cross != "each" and _is_in_another_third(item, THIRDS.index(cross), seconds):
+            left_out.add(item)
     for cases in files.values():
-        some = cases if cross == "each" else _third_of(cases, THIRDS.index(cross))
+        some = cases if cross == "each" else _third_of(cases, THIRDS.index(cross), seconds)
         always = [case for case in cases if _runs_always(case)]
         rest = [case for case in some if case not in always]
         number = 0 if cross == "each" else len(rest) * THIRDS.index(cross) // len(THIRDS)
         given = [_values(case) for case in rest], [_values(case) for case in always], number
         chosen = {rest[number] for number in covering.choose(*given)}
         left_out |= {case for case in cases if case not in chosen and case not in always}
-    if cross in THIRDS:
-        taken = [item for item in items if item not in left_out and not _runs_always(item)]
-        long = durations.longer_than(LONG_SECONDS, taken)
-        third = THIRDS.index(cross)
-        left_out |= {item for number, item in enumerate(long) if number % len(THIRDS) != third}
     return left_out
 
 
@@ -172,8 +175,8 @@ def _runs_always(case) -> bool:
     return not _is_slow(case) or hasattr(case.function, "runs_every_case")
 
 
-def _third_of(cases, third: int) -> list:
-    """The cases whose values of long parameters are in this third, and those that always run.
+def _third_of(cases, third: int, seconds: dict[str, float]) -> list:
+    """The cases whose values of long parameters are in this third, the others unless they take long.
 
     The next function of the file begins with another third.
     """
@@ -185,16 +188,24 @@ def _third_of(cases, third: int) -> list:
         for case in own:
             for name, value in _parameters(case).items():
                 every[name].setdefault(value, len(every[name]))
-        taken += [
-            case
-            for case in own
-            if _runs_always(case)
-            or not any(
-                len(every[name]) > LONG and (every[name][value] - third - number) % len(THIRDS)
-                for name, value in _parameters(case).items()
-            )
-        ]
+        long = {name for name, values in every.items() if len(values) > LONG}
+        for case in own:
+            places = [
+                every[name][value] for name, value in _parameters(case).items() if name in long
+            ]
+            is_other = any((place - third - number) % len(THIRDS) for place in places)
+            if not places:
+                is_other = _is_in_another_third(case, third, seconds)
+            if _runs_always(case) or not is_other:
+                taken.append(case)
     return taken
+
+
+def _is_in_another_third(case, third: int, seconds: dict[str, float]) -> bool:
+    """Whether a slow case takes long, and is in another third, whatever else is collected."""
+    if _runs_always(case) or seconds.get(case.nodeid, 0.0) <= LONG_SECONDS:
+        return False
+    return zlib.crc32(case.nodeid.encode()) % len(THIRDS) != third
 
 
 def _parameters(case) -> dict[str, str]:

@@ -29,15 +29,18 @@ ALWAYS = (
 )
 
 
-def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float] | None = None) -> None:
+def recorded() -> dict[str, float]:
+    """The seconds of each case, by its id."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float]) -> None:
     """Marks cases as slow that took too long; of each file the quickest one may take longer.
 
     Args:
         items: All cases that were collected.
-        seconds: What each took; None for the file's.
+        seconds: What each took.
     """
-    if seconds is None:
-        seconds = json.loads(FILE.read_text())
     quick = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") is None:
@@ -48,12 +51,6 @@ def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float] | None = N
             limit = LIMIT if number else LIMIT_OF_QUICKEST
             if seconds.get(case.nodeid, 0.0) > limit and not case.name.startswith(ALWAYS):
                 case.add_marker(pytest.mark.slow)
-
-
-def longer_than(limit: float, items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The cases that took longer than some seconds, in their order."""
-    seconds = json.loads(FILE.read_text())
-    return [item for item in items if seconds.get(item.nodeid, 0.0) > limit]
 
 
 class Recorder:
@@ -72,8 +69,7 @@ class Recorder:
 
     def pytest_sessionfinish(self):
         """Adds them to the file."""
-        known = json.loads(FILE.read_text()) if FILE.exists() else {}
-        known |= {name: round(each, 1) for name, each in self._seconds.items()}
+        known = recorded() | {name: round(each, 1) for name, each in self._seconds.items()}
         lines = {name: each for name, each in sorted(known.items()) if each >= 1.0}
         FILE.write_text(json.dumps(lines, indent=0) + "\n")
         self._written_at = time.monotonic()

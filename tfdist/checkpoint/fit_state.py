@@ -98,12 +98,12 @@ class FitState:
         if keras_seed is not None and state["keras_seed"] is not None:
             keras_seed.assign(np.array(state["keras_seed"], keras_seed.dtype))
         kept = state.get("kept", {})
-        if isinstance(
-            kept, list
-        ):  # States had no names in early versions, and shares were no state.
+        if isinstance(kept, list):
+            # States had no names in early versions, and shares were beside them.
             names = [name for name in self._kept if name != "batch_shares"]
             kept = dict(zip(names, kept, strict=False))
-        kept = {"batch_shares": state.get("batch_shares"), **kept}
+        if state.get("batch_shares") is not None:
+            kept = {"batch_shares": state["batch_shares"], **kept}
         for name, each in self._kept.items():
             if name in kept:
                 each.restore(kept[name])

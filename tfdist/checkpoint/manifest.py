@@ -188,8 +188,8 @@ def _parsed(found: Any, storage: Storage) -> Manifest:
     here = storage.path.rstrip("/").rpartition("/")[2]
     if step_of(here) is not None:
         require(step_of(here) == step, f"it belongs to step {step}")
-        folder = content.get("folder", here)
-        require(folder == here, f"it belongs to `{folder!s:.100}`")
+        folder = content.get("folder")
+        require(version == 1 or folder == here, f"it belongs to `{folder!s:.100}`")
     return manifest
 
 

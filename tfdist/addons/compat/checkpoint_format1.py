@@ -77,18 +77,14 @@ class Format1(Manifest):
 
     @staticmethod
     def has_right_digest(found: dict[str, Any], content: dict[str, Any]) -> bool:
-        """Whether a parsed manifest has the checksum of its content."""
+        """See `Manifest.has_right_digest`."""
         return found.get("crc32") == zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
     @classmethod
     def parsed(
         cls, step: int, listed: dict[str, Any], state: dict[str, Any], content: dict[str, Any]
     ) -> Manifest:
-        """The manifest with the arrays that its content lists.
-
-        Raises:
-            ValueError: They are not valid.
-        """
+        """See `Manifest.parsed`."""
         arrays = {name: array_of(name, *pair_of(each)) for name, each in listed.items()}
         for name in arrays:
             is_safe = all(part.strip(".") for part in name.split("/")) and "\0" not in name
@@ -96,11 +92,7 @@ class Format1(Manifest):
         return cls(step, arrays, state)
 
     def read_file(self, storage: Storage, name: str, key: str) -> bytes:
-        """The content of an array's file, which must be as tfdist wrote it.
-
-        Raises:
-            StorageError: It is missing or corrupt.
-        """
+        """See `Manifest.read_file`; the content must be as tfdist wrote it."""
         shape, dtype = self.arrays[name]
         chunk, path = chunk_shape_of(shape, dtype), f"arrays/{name}/{key}"
         is_chunk = key != "zarr.json"

@@ -88,8 +88,6 @@ class MeasuredRowShares(RowShares, KeptState):
 
     def restore(self, values: Any) -> None:
         """See `KeptState.restore`; on a different number of ranks nothing is restored."""
-        if values is None:
-            return
         try:
             parts, speeds = list(values["parts"]), values["speeds"]
             if speeds is not None:
