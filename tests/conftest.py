@@ -26,8 +26,8 @@ def pool_ids(kind: tuple[str, int]) -> str:
 #: the next function of the file begins with another one.
 LONG = 8
 THIRDS = ("1", "2", "3")
-#: A run takes a third of the slow cases that take longer.
-LONG_SECONDS = 10.0
+#: A run takes a third of the slow cases that take longer, or were never timed.
+LONG_SECONDS = 5.0
 
 #: For a case that only `--cross=full` runs.
 full_cross = pytest.mark.slow(full=True)
@@ -202,8 +202,8 @@ def _third_of(cases, third: int, seconds: dict[str, float]) -> list:
 
 
 def _is_in_another_third(case, third: int, seconds: dict[str, float]) -> bool:
-    """Whether a slow case takes long, and is in another third, whatever else is collected."""
-    if _runs_always(case) or seconds.get(case.nodeid, 0.0) <= LONG_SECONDS:
+    """Whether a slow case takes long, or was never timed, and is in another third, whatever else is collected."""
+    if _runs_always(case) or 0.0 <= seconds.get(case.nodeid, -1.0) <= LONG_SECONDS:
         return False
     return zlib.crc32(case.nodeid.encode()) % len(THIRDS) != third
 

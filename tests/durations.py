@@ -1,7 +1,7 @@
 """How long cases take on two cores, and which are too long for `make test`.
 
-`pytest --record-durations` writes `durations.json`: the seconds of each case that took one or more, without
-fixtures, which cases share. What the run did not reach stays as it is there.
+`pytest --record-durations` writes `durations.json`: the seconds of each slow case, and of each other one that
+took one or more, without fixtures, which cases share. What the run did not reach stays as it is there.
 """
 
 from __future__ import annotations
@@ -58,18 +58,23 @@ class Recorder:
 
     def __init__(self):
         self._seconds: dict[str, float] = {}
+        self._slow: set[str] = set()
         self._written_at = time.monotonic()
 
     def pytest_runtest_logreport(self, report):
         """Notes the time of a case that passed."""
         if report.when == "call" and report.passed:
             self._seconds[report.nodeid] = report.duration
+            if "slow" in report.keywords:
+                self._slow.add(report.nodeid)
         if time.monotonic() - self._written_at > _WRITE_SECONDS:
             self.pytest_sessionfinish()
 
     def pytest_sessionfinish(self):
         """Adds them to the file."""
-        known = recorded() | {name: round(each, 1) for name, each in self._seconds.items()}
-        lines = {name: each for name, each in sorted(known.items()) if each >= 1.0}
-        FILE.write_text(json.dumps(lines, indent=0) + "\n")
+        known = {name: each for name, each in recorded().items() if name not in self._seconds}
+        for name, each in self._seconds.items():
+            if each >= 1.0 or name in self._slow:
+                known[name] = round(each, 1)
+        FILE.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
         self._written_at = time.monotonic()
