@@ -131,7 +131,8 @@ def pytest_collection_modifyitems(config, items):
     seconds = durations.recorded()
     durations.mark_long(items, seconds)
     cross = config.getoption("cross")
-    if cross in THIRDS and any("::" in name for name in config.args):
+    is_named = config.getoption("keyword") or any("::" in name for name in config.args)
+    if cross in THIRDS and is_named:
         cross = "each"  # What the user names is run.
     if cross != "full":
         left_out = _left_out(items, cross, seconds)
