@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint import fuzz
 from tests.checkpoint.damages_of_descriptions import DAMAGES
-from tests.conftest import on_ranks
+from tests.conftest import full_cross, on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,8 +42,9 @@ def test_each_kind_of_damage(version):
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("version", [2, 1])
-def test_two_thousand_cases(version):
-    check("--cases=2000", f"--format={version}", timeout=2900)
+@pytest.mark.parametrize("cases", [500, pytest.param(2000, marks=full_cross)])
+def test_many_cases(version, cases):
+    check(f"--cases={cases}", f"--format={version}", timeout=2900)
 
 
 def on_ranks_with(folder: str, work: str, seed: str):
