@@ -80,7 +80,7 @@ def test_images_train_on_cores(cores, flags):
     assert "('resolve', 'node-7') ('connect', 'Resolver') ('initialize',)" in job.stdout
     # Batches of one size: 300 of the 360 test images fill three.
     assert "on 300 digits images" in job.stdout
-    assert job.stderr.count("a TPU was never run on its device") == 1
+    assert job.stderr.count("a TPU has not been tested on its device") == 1
     # An epoch has 14 batches of 100, fewer than the 32 steps of a call by default.
     assert f"{1 if flags else 14} steps per call of Keras" in job.stdout
     # In bfloat16.
