@@ -6,6 +6,7 @@ import collections
 import gc
 import importlib.util
 import itertools
+import math
 import zlib
 from collections.abc import Sequence
 
@@ -45,9 +46,9 @@ def pytest_addoption(parser):
         choices=(*THIRDS, "each", "full"),
         default="1",
         help="Which slow cases with parameters are run: in each file each test and each value of each "
-        f"parameter at least once, of parameters with over {LONG} values, and of cases of over "
-        f"{LONG_SECONDS:.0f} s, the first, second or third part (1, 2, 3) or each; or all combinations "
-        "(full) [1]",
+        f"parameter at least once, of parameters with over {LONG} values, and of cases that take over "
+        f"{LONG_SECONDS:.0f} s or were never timed, the first, second or third part (1, 2, 3) or each; or all "
+        "combinations (full). Cases that `::` or -k name are not divided [1]",
     )
     parser.addoption(
         "--record-durations",
@@ -204,7 +205,7 @@ def _third_of(cases, third: int, seconds: dict[str, float]) -> list:
 
 def _is_in_another_third(case, third: int, seconds: dict[str, float]) -> bool:
     """Whether a slow case takes long, or was never timed, and is in another third, whatever else is collected."""
-    if _runs_always(case) or 0.0 <= seconds.get(case.nodeid, -1.0) <= LONG_SECONDS:
+    if _runs_always(case) or seconds.get(case.nodeid, math.inf) <= LONG_SECONDS:
         return False
     return zlib.crc32(case.nodeid.encode()) % len(THIRDS) != third
 

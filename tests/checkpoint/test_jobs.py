@@ -20,6 +20,7 @@ from tfdist.utils.lazy import find_addon
 ROOT = Path(__file__).parents[2]
 STEPS = 60
 PHASES = ["step", "mid-step", "save", "manifest"]
+ENGINES = ("horovod", "tensorflow")
 LAYOUTS = {
     "data": ("perceptron", 2, {}),
     "tensor": ("gpt", 2, {"data": 1, "tensor": 2}),
@@ -135,13 +136,13 @@ def test_tables_go_on_where_they_were(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("engine", ["horovod", "tensorflow"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=full_cross)])
 def test_killed_at_twenty_places(tmp_path, engine, layout, every):
-    """At every fifth of the places, which are others for each layout and engine; in the full cross at all."""
+    """At every fifth of the places, other ones for each engine of a layout; in the full cross at all."""
     whole = never_killed(engine, layout, tmp_path)
-    first = (2 * list(LAYOUTS).index(layout) + ["horovod", "tensorflow"].index(engine)) % every
+    first = (2 * list(LAYOUTS).index(layout) + ENGINES.index(engine)) % every
     check_killed(engine, layout, tmp_path, whole, plan(layout, 20)[first::every])
 
 
