@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import importlib.util
-import itertools
-import math
-import zlib
 from collections.abc import Sequence
 
 import pytest
 
-from tests import covering, durations
+from tests import crossing, durations
 from tfdist.testing import RankPool
 from tfdist.utils.lazy import find_addon
 
@@ -22,13 +18,6 @@ _pools: dict[tuple[str, int], RankPool] = {}
 def pool_ids(kind: tuple[str, int]) -> str:
     return f"{kind[0]}-{kind[1]}"
 
-
-#: Of a parameter with more values than this, as families of models and scripts are, a run takes a third, and
-#: the next function of the file begins with another one.
-LONG = 8
-THIRDS = ("1", "2", "3")
-#: A run takes a third of the slow cases that take longer, or were never timed.
-LONG_SECONDS = 5.0
 
 #: For a case that only `--cross=full` runs.
 full_cross = pytest.mark.slow(full=True)
@@ -43,11 +32,11 @@ def every_case(function):
 def pytest_addoption(parser):
     parser.addoption(
         "--cross",
-        choices=(*THIRDS, "each", "full"),
+        choices=(*crossing.THIRDS, "each", "full"),
         default="1",
         help="Which slow cases with parameters are run: in each file each test and each value of each "
-        f"parameter at least once, of parameters with over {LONG} values, and of cases that take over "
-        f"{LONG_SECONDS:.0f} s or were never timed, the first, second or third part (1, 2, 3) or each; or all "
+        f"parameter at least once, of parameters with over {crossing.LONG} values, and of cases that take over "
+        f"{crossing.LONG_SECONDS:.0f} s or were never timed, the first, second or third part (1, 2, 3) or each; or all "
         "combinations (full). Cases that `::` or -k name are not divided [1]",
     )
     parser.addoption(
@@ -133,10 +122,10 @@ def pytest_collection_modifyitems(config, items):
     durations.mark_long(items, seconds)
     cross = config.getoption("cross")
     is_named = config.getoption("keyword") or any("::" in name for name in config.args)
-    if cross in THIRDS and is_named:
+    if cross in crossing.THIRDS and is_named:
         cross = "each"  # What the user names is run.
     if cross != "full":
-        left_out = _left_out(items, cross, seconds)
+        left_out = crossing.left_out(items, cross, seconds)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
@@ -146,76 +135,6 @@ def pytest_collection_modifyitems(config, items):
         return (found is not None, found or ("", 0))
 
     items.sort(key=kind)
-
-
-def _left_out(items, cross: str, seconds: dict[str, float]) -> set:
-    left_out = {item for item in items if _is_slow(item, full=True)}
-    files = collections.defaultdict(list)
-    for item in items:
-        if item in left_out:
-            continue
-        if hasattr(item, "callspec"):
-            files[item.path].append(item)
-        elif cross != "each" and _is_in_another_third(item, THIRDS.index(cross), seconds):
-            left_out.add(item)
-    for cases in files.values():
-        some = cases if cross == "each" else _third_of(cases, THIRDS.index(cross), seconds)
-        always = [case for case in cases if _runs_always(case)]
-        rest = [case for case in some if case not in always]
-        number = 0 if cross == "each" else len(rest) * THIRDS.index(cross) // len(THIRDS)
-        given = [_values(case) for case in rest], [_values(case) for case in always], number
-        chosen = {rest[number] for number in covering.choose(*given)}
-        left_out |= {case for case in cases if case not in chosen and case not in always}
-    return left_out
-
-
-def _is_slow(item, **options) -> bool:
-    return any(options.items() <= mark.kwargs.items() for mark in item.iter_markers("slow"))
-
-
-def _runs_always(case) -> bool:
-    return not _is_slow(case) or hasattr(case.function, "runs_every_case")
-
-
-def _third_of(cases, third: int, seconds: dict[str, float]) -> list:
-    """The cases whose values of long parameters are in this third, the others unless they take long.
-
-    The next function of the file begins with another third.
-    """
-    taken = []
-    functions = itertools.groupby(cases, key=lambda case: case.originalname)
-    for number, (_, group) in enumerate(functions):
-        own = list(group)
-        every: dict[str, dict[str, int]] = collections.defaultdict(dict)
-        for case in own:
-            for name, value in _parameters(case).items():
-                every[name].setdefault(value, len(every[name]))
-        long = {name for name, values in every.items() if len(values) > LONG}
-        for case in own:
-            places = [
-                every[name][value] for name, value in _parameters(case).items() if name in long
-            ]
-            is_other = any((place - third - number) % len(THIRDS) for place in places)
-            if not places:
-                is_other = _is_in_another_third(case, third, seconds)
-            if _runs_always(case) or not is_other:
-                taken.append(case)
-    return taken
-
-
-def _is_in_another_third(case, third: int, seconds: dict[str, float]) -> bool:
-    """Whether a slow case takes long, or was never timed, and is in another third, whatever else is collected."""
-    if _runs_always(case) or seconds.get(case.nodeid, math.inf) <= LONG_SECONDS:
-        return False
-    return zlib.crc32(case.nodeid.encode()) % len(THIRDS) != third
-
-
-def _parameters(case) -> dict[str, str]:
-    return {name: repr(value) for name, value in case.callspec.params.items()}
-
-
-def _values(case) -> set[covering.Value]:
-    return {("test", case.originalname), *_parameters(case).items()}
 
 
 def pytest_sessionfinish():
