@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.conftest import full_cross
 from tfdist import Mesh
 from tfdist.collectives import Group
 from tfdist.extend import Engine
@@ -142,7 +143,7 @@ class NeverReturns(SocketEngine):
 
 @pytest.mark.timeout(240)
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=full_cross)])
 def test_an_engine_from_outside_does_all_operations(ranks):
     check_engine(SocketEngine, ranks, timeout=60)
 
