@@ -32,11 +32,11 @@ def every_case(function):
 def pytest_addoption(parser):
     parser.addoption(
         "--cross",
-        choices=(*crossing.THIRDS, "each", "full"),
+        choices=(*crossing.PARTS, "each", "full"),
         default="1",
         help="Which slow cases with parameters are run: in each file each test and each value of each "
         f"parameter at least once, of parameters with over {crossing.LONG} values, and of cases that take over "
-        f"{crossing.LONG_SECONDS:.0f} s or were never timed, the first, second or third part (1, 2, 3) or each; or all "
+        f"{crossing.LONG_SECONDS:.0f} s or were never timed, one of four parts (1 to 4) or each; or all "
         "combinations (full). Cases that `::` or -k name are not divided [1]",
     )
     parser.addoption(
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(config, items):
     durations.mark_long(items, seconds)
     cross = config.getoption("cross")
     is_named = config.getoption("keyword") or any("::" in name for name in config.args)
-    if cross in crossing.THIRDS and is_named:
+    if cross in crossing.PARTS and is_named:
         cross = "each"  # What the user names is run.
     if cross != "full":
         left_out = crossing.left_out(items, cross, seconds)

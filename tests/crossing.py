@@ -1,4 +1,4 @@
-"""Which of many slow cases a run takes, so that three runs take all of them."""
+"""Which of many slow cases a run takes, so that four runs take all of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from tests import covering
 
-#: Of a parameter with more values than this, as families of models and scripts are, a run takes a third, and
+#: Of a parameter with more values than this, as families of models and scripts are, a run takes a quarter, and
 #: the next function of the file begins with another one.
 LONG = 8
-THIRDS = ("1", "2", "3")
-#: A run takes a third of the slow cases that take longer, or were never timed.
+PARTS = ("1", "2", "3", "4")
+#: A run takes a quarter of the slow cases that take longer, or were never timed.
 LONG_SECONDS = 5.0
 
 
@@ -23,7 +23,7 @@ def left_out(items: Sequence, cross: str, seconds: dict[str, float]) -> set:
 
     Args:
         items: All cases that were collected.
-        cross: "1", "2" or "3", a third; "each", all of what is not divided; see `--cross`.
+        cross: "1" to "4", a quarter; "each", all of what is not divided; see `--cross`.
         seconds: What each case took, by its id.
     """
     without = {item for item in items if _is_slow(item, full=True)}
@@ -33,13 +33,13 @@ def left_out(items: Sequence, cross: str, seconds: dict[str, float]) -> set:
             continue
         if hasattr(item, "callspec"):
             files[item.path].append(item)
-        elif cross != "each" and _is_in_another_third(item, THIRDS.index(cross), seconds):
+        elif cross != "each" and _is_in_another_part(item, PARTS.index(cross), seconds):
             without.add(item)
     for cases in files.values():
-        some = cases if cross == "each" else _third_of(cases, THIRDS.index(cross), seconds)
+        some = cases if cross == "each" else _part_of(cases, PARTS.index(cross), seconds)
         always = [case for case in cases if _runs_always(case)]
         rest = [case for case in some if case not in always]
-        number = 0 if cross == "each" else len(rest) * THIRDS.index(cross) // len(THIRDS)
+        number = 0 if cross == "each" else len(rest) * PARTS.index(cross) // len(PARTS)
         given = [_values(case) for case in rest], [_values(case) for case in always], number
         chosen = {rest[number] for number in covering.choose(*given)}
         without |= {case for case in cases if case not in chosen and case not in always}
@@ -54,10 +54,10 @@ def _runs_always(case) -> bool:
     return not _is_slow(case) or hasattr(case.function, "runs_every_case")
 
 
-def _third_of(cases, third: int, seconds: dict[str, float]) -> list:
-    """The cases whose values of long parameters are in this third, the others unless they take long.
+def _part_of(cases, part: int, seconds: dict[str, float]) -> list:
+    """The cases whose values of long parameters are in this part, the others unless they take long.
 
-    The next function of the file begins with another third.
+    The next function of the file begins with another part.
     """
     taken = []
     functions = itertools.groupby(cases, key=lambda case: case.originalname)
@@ -72,19 +72,19 @@ def _third_of(cases, third: int, seconds: dict[str, float]) -> list:
             places = [
                 every[name][value] for name, value in _parameters(case).items() if name in long
             ]
-            is_other = any((place - third - number) % len(THIRDS) for place in places)
+            is_other = any((place - part - number) % len(PARTS) for place in places)
             if not places:
-                is_other = _is_in_another_third(case, third, seconds)
+                is_other = _is_in_another_part(case, part, seconds)
             if _runs_always(case) or not is_other:
                 taken.append(case)
     return taken
 
 
-def _is_in_another_third(case, third: int, seconds: dict[str, float]) -> bool:
-    """Whether a slow case takes long, or was never timed, and is in another third, whatever else is collected."""
+def _is_in_another_part(case, part: int, seconds: dict[str, float]) -> bool:
+    """Whether a slow case takes long, or was never timed, and is in another part, whatever else is collected."""
     if _runs_always(case) or seconds.get(case.nodeid, math.inf) <= LONG_SECONDS:
         return False
-    return zlib.crc32(case.nodeid.encode()) % len(THIRDS) != third
+    return zlib.crc32(case.nodeid.encode()) % len(PARTS) != part
 
 
 def _parameters(case) -> dict[str, str]:

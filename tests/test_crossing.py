@@ -1,4 +1,4 @@
-"""Three runs of the slow cases take all values; what is quick, or named, is in each."""
+"""Four runs of the slow cases take all values; what is quick, or named, is in each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crossing import LONG, LONG_SECONDS, THIRDS, left_out
+from tests.crossing import LONG, LONG_SECONDS, PARTS, left_out
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,13 +34,13 @@ class Case:
 
 def runs(cases: list, seconds: dict[str, float]) -> list[set]:
     """What is run with each `--cross`."""
-    return [set(cases) - left_out(cases, third, seconds) for third in THIRDS]
+    return [set(cases) - left_out(cases, part, seconds) for part in PARTS]
 
 
-def test_of_a_long_parameter_each_value_is_in_one_run_of_three():
-    cases = [Case("test", program=number) for number in range(3 * LONG)]
+def test_of_a_long_parameter_each_value_is_in_one_run_of_four():
+    cases = [Case("test", program=number) for number in range(4 * LONG)]
     found = runs(cases, dict.fromkeys((each.nodeid for each in cases), 1.0))
-    assert [len(some) for some in found] == [LONG, LONG, LONG]
+    assert [len(some) for some in found] == [LONG] * 4
     assert set.union(*found) == set(cases)
 
 
@@ -52,7 +52,7 @@ def test_long_cases_and_such_as_were_never_timed_are_divided(seconds):
     found = runs(cases, known)
     assert sum(len(some) for some in found) == len(cases)
     assert set.union(*found) == set(cases)
-    assert min(len(some) for some in found) > len(cases) // 5
+    assert min(len(some) for some in found) > len(cases) // 6
 
 
 def test_whether_a_case_is_run_does_not_depend_on_the_others():
@@ -69,26 +69,26 @@ def test_whether_a_case_is_run_does_not_depend_on_the_others():
 def test_what_is_quick_or_wanted_is_in_each_run(options, seconds):
     cases = [Case(f"test_{number}", program="one", **options) for number in range(20)]
     known = {} if seconds is None else {each.nodeid: seconds for each in cases}
-    assert runs(cases, known) == [set(cases)] * 3
+    assert runs(cases, known) == [set(cases)] * 4
 
 
 def test_cases_of_the_full_cross_are_in_none():
     cases = [Case("test", marks=(pytest.mark.slow(full=True),))]
-    assert runs(cases, {}) == [set()] * 3
+    assert runs(cases, {}) == [set()] * 4
 
 
 NAMED = """
 import pytest
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", range(30))
+@pytest.mark.parametrize("value", range(40))
 def test_divided(value):
     assert value >= 0
 """
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [([], 10), (["-k", "divided"], 30)], ids=["a third", "named"]
+    ("arguments", "expected"), [([], 10), (["-k", "divided"], 40)], ids=["a quarter", "named"]
 )
 def test_what_the_user_names_is_not_divided(tmp_path, arguments, expected):
     (tmp_path / "test_named.py").write_text(NAMED)
