@@ -17,6 +17,7 @@ import keras
 from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import file_utils, saving_lib
 from tfdist.collectives.objects import all_gather_object
+from tfdist.runtime.uncaught import mark_as_anothers
 from tfdist.step.context import strategy_of
 from tfdist.step.local_steps import global_parameters
 from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
@@ -91,6 +92,7 @@ def write_some_once(original, self, split: Sequence, *args, **kwargs):
     for rank, outcome in enumerate(outcomes):
         if outcome is not None:
             found = _unpacked(*outcome)
+            mark_as_anothers(found)
             found.add_note(
                 f"Rank {rank} raised this in `{name}`, which writes files for all ranks."
             )

@@ -88,6 +88,18 @@ def test_a_rank_is_named_whose_end_waits_for_a_thread(tmp_path, engine, who):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["horovod", "tensorflow"])
+def test_the_rank_is_named_whose_exception_the_others_raise_again(tmp_path, engine):
+    """Though it ends after them: what the chief raises while it writes files is raised on all ranks."""
+    skip_without(engine)
+    job = run_program(engine, "held", "save", "chief", tmp_path / "note", {})
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert job.returncode not in (0, 2), story
+    assert "Rank 0 failed: RuntimeError: as planned" in job.stdout + job.stderr, story
+    assert "Rank 1 failed" not in job.stdout + job.stderr, story
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["chief", pytest.param("other", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["tensorflow", pytest.param("horovod", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_others_waiting_is_named(tmp_path, engine, who):

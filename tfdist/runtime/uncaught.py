@@ -12,6 +12,7 @@ _caught: BaseException | None = None
 #: Ctrl-C needs no report: the exit code shows it.
 _left_out: list[type[BaseException]] = [KeyboardInterrupt]
 _in_one_line: set[type[BaseException]] = set()
+_MARK = "_tfdist_is_anothers"
 
 
 def ends_by(error: BaseException) -> None:
@@ -22,6 +23,16 @@ def ends_by(error: BaseException) -> None:
     """
     global _caught
     _caught = error
+
+
+def mark_as_anothers(error: BaseException) -> None:
+    """Marks an exception that another rank has raised, and this one raises again."""
+    error.__dict__[_MARK] = True
+
+
+def is_anothers(error: BaseException) -> bool:
+    """Whether another rank raised an exception first."""
+    return _MARK in error.__dict__
 
 
 def leave_out(kind: type[BaseException]) -> None:

@@ -210,7 +210,7 @@ class HeartbeatServer:
         """The verdict, or "". The most certain signs of a failure come first."""
         now = time.monotonic()
         for rank, report in sorted(self._reports.items()):
-            if report.failed and not report.in_collective:
+            if report.failed and not report.is_consequence:
                 return f"Rank {rank} failed: {report.failed}"
         for rank, since in sorted(self._gone.items(), key=lambda item: item[1]):
             report = self._reports[rank]
@@ -227,8 +227,10 @@ class HeartbeatServer:
         if left := self._left_behind() or self._proof.verdict(self._reports):
             return left
         for rank, heard in by_time:
-            if (failed := self._reports[rank].failed) and now - heard > _CONSEQUENCE_SECONDS:
-                return f"Rank {rank} failed in a collective: {failed}"
+            report = self._reports[rank]
+            if report.failed and now - heard > _CONSEQUENCE_SECONDS:
+                where = " in a collective" if report.waiting else ""
+                return f"Rank {rank} failed{where}: {report.failed}"
         return self._stuck(self._timeout)
 
     def _left_behind(self) -> str:

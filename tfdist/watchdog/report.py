@@ -38,7 +38,8 @@ class Report:
         doing: The position of the main thread, in words.
         ended: Whether the rank has ended regularly.
         failed: The exception that ends the rank, or "".
-        in_collective: Whether a collective was under way when it failed.
+        is_consequence: Whether it may have failed because another rank did: in a collective, or by an
+            exception that another rank raised.
     """
 
     rank: int
@@ -49,7 +50,7 @@ class Report:
     doing: str = ""
     ended: bool = False
     failed: str = ""
-    in_collective: bool = False
+    is_consequence: bool = False
 
     def to_message(self) -> dict[str, Any]:
         """The report as a JSON object; of very many collectives under way only the first ones."""

@@ -21,7 +21,7 @@ from tfdist.collectives.engine import Engine
 from tfdist.collectives.flight_recorder import InFlight
 from tfdist.collectives.objects import broadcast_object
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
-from tfdist.runtime.uncaught import uncaught
+from tfdist.runtime.uncaught import is_anothers, uncaught
 from tfdist.utils import checks
 from tfdist.utils.checks import one_line
 from tfdist.watchdog.deadlock import answer
@@ -122,7 +122,7 @@ class Watchdog:
             # If the server is gone, the verdict reports that.
             with contextlib.suppress(OSError):
                 self._client.say_last(report if report.failed else _failed(report, error))
-            if report.in_collective:
+            if report.is_consequence:
                 # The likely cause is the end of another rank, which the verdict names; `_end` exits.
                 self._verdict.wait(_VERDICT_SECONDS)
                 time.sleep(0.5)
@@ -158,7 +158,7 @@ def _print(message: str) -> None:
 def _failed(report: Report, error: BaseException) -> Report:
     summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     report.failed = one_line(summary)
-    report.in_collective = bool(report.waiting)
+    report.is_consequence = bool(report.waiting) or is_anothers(error)
     return report
 
 
