@@ -25,7 +25,7 @@ LAYOUTS = {
     "data": ("perceptron", 2, {}),
     "tensor": ("gpt", 2, {"data": 1, "tensor": 2}),
     "pipeline": ("gpt", 2, {"data": 1, "pipeline": 2}),
-    "zero": ("gpt", 4, {"zero_stage": 3}),
+    "zero": ("gpt", 3, {"zero_stage": 3}),
     "experts": ("experts", 2, {"data": 1, "expert": 2}),
     "tables": ("recommender", 2, {}),
     "context": ("gpt", 2, {"data": 1, "context": 2}),
@@ -106,7 +106,7 @@ def never_killed(engine: str, layout: str, folder: Path) -> Path:
 def check_killed(engine: str, layout: str, folder: Path, whole: Path, kills) -> None:
     count = len(kills)
     restarts = [f"--max_restarts={count}", "--restart_seconds=1"]
-    killed = run(command(engine, folder / "killed", layout, kills, *restarts), 120 + 60 * count)
+    killed = run(command(engine, folder / "killed", layout, kills, *restarts), 120 + 100 * count)
     story = killed.stdout[-6000:] + killed.stderr[-3000:]
     assert killed.returncode == 0, story
     assert killed.stderr.count("SIGKILL") >= count - 2, story
