@@ -163,7 +163,7 @@ def test_a_wrong_step(step, tmp_path):
         checkpoint.save(tmp_path, None, step=step)
 
 
-@pytest.mark.parametrize("state", [[], "x", {"a": object()}, {"a": {1, 2}}, {(1, 2): 3}], ids=str)
+@pytest.mark.parametrize("state", [[], "x", {"a": object}, {"a": {1, 2}}, {(1, 2): 3}], ids=str)
 def test_a_wrong_state(state, tmp_path):
     from tfdist import checkpoint
 
