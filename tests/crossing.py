@@ -26,6 +26,7 @@ def left_out(items: Sequence, cross: str, seconds: dict[str, float]) -> set:
         cross: "1" to "4", a quarter; "each", all of what is not divided; see `--cross`.
         seconds: What each case took, by its id.
     """
+    part = None if cross == "each" else PARTS.index(cross)
     without = {item for item in items if _is_slow(item, full=True)}
     files = collections.defaultdict(list)
     for item in items:
@@ -33,13 +34,13 @@ def left_out(items: Sequence, cross: str, seconds: dict[str, float]) -> set:
             continue
         if hasattr(item, "callspec"):
             files[item.path].append(item)
-        elif cross != "each" and _is_in_another_part(item, PARTS.index(cross), seconds):
+        elif part is not None and _is_in_another_part(item, part, seconds):
             without.add(item)
     for cases in files.values():
-        some = cases if cross == "each" else _part_of(cases, PARTS.index(cross), seconds)
+        some = cases if part is None else _part_of(cases, part, seconds)
         always = [case for case in cases if _runs_always(case)]
         rest = [case for case in some if case not in always]
-        number = 0 if cross == "each" else len(rest) * PARTS.index(cross) // len(PARTS)
+        number = 0 if part is None else len(rest) * part // len(PARTS)
         given = [_values(case) for case in rest], [_values(case) for case in always], number
         chosen = {rest[number] for number in covering.choose(*given)}
         without |= {case for case in cases if case not in chosen and case not in always}
