@@ -10,7 +10,7 @@ _Error = TypeVar("_Error", bound=Exception)
 
 _caught: BaseException | None = None
 #: Ctrl-C needs no report: the exit code shows it.
-_left_out: list[type[BaseException]] = [KeyboardInterrupt]
+_left_out: set[type[BaseException]] = {KeyboardInterrupt}
 _in_one_line: set[type[BaseException]] = set()
 _MARK = "_tfdist_is_anothers"
 
@@ -41,8 +41,7 @@ def leave_out(kind: type[BaseException]) -> None:
     Args:
         kind: A type that every rank reports separately, with its own exit code.
     """
-    if kind not in _left_out:
-        _left_out.append(kind)
+    _left_out.add(kind)
 
 
 def tell_in_one_line(kind: type[_Error], code_of: Callable[[_Error], int]) -> None:

@@ -116,8 +116,7 @@ class Watchdog:
 
     def _leave(self) -> None:
         """Reports the end of the process, and the exception that caused it."""
-        error = uncaught()
-        if error is not None:
+        if (error := uncaught()) is not None:
             report = self._safe_report()
             # If the server is gone, the verdict reports that.
             with contextlib.suppress(OSError):
@@ -156,8 +155,7 @@ def _print(message: str) -> None:
 
 
 def _failed(report: Report, error: BaseException) -> Report:
-    summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-    report.failed = one_line(summary)
+    report.failed = one_line(traceback.format_exception_only(error)[-1].strip().splitlines()[0])
     report.is_consequence = bool(report.waiting) or is_anothers(error)
     return report
 
