@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,32 @@ def test_documents_use_public_names():
             if not prefixes & public and found not in rooms:
                 wrong.append(f"{document.relative_to(ROOT)}: {found}")
     assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_names_in_examples_exist_in_a_process_that_imported_nothing_else():
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "examples").glob("*.py")))
+    names = sorted(
+        set(re.findall(r"(?<![\w/.-])tfdist(?:\.\w+)+", re.sub(r"import .*", "", sources)))
+    )
+    assert "tfdist.testing.faults.FlipBit" in names
+    # Each in the state that a program would find: what an earlier one imports does not count.
+    program = (
+        "import functools, os, sys, keras, tensorflow, tfdist\n"
+        "for name in sys.argv[1:]:\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        try:\n"
+        "            functools.reduce(getattr, name.split('.')[1:], tfdist)\n"
+        "        except AttributeError as error:\n"
+        "            print(name, error, flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout == ""

@@ -23,4 +23,4 @@ if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` im
 _HOMES = {"check_engine": "tfdist.testing.engines"}
 
 __all__ = ["RankError", "RankPool", "engine", "run_ranks", "strategy", *_HOMES]
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, ["faults"])
