@@ -170,7 +170,8 @@ class ReplicatedLayer:
 
     def __call__(self, x, *args, **kwargs):
         """Calls the layer, or returns zeros in place of its output."""
-        x, stage = self._relay.enter(self._layer, x)
+        # In eager mode, token ids are NumPy arrays.
+        x, stage = self._relay.enter(self._layer, tf.convert_to_tensor(x))
         if self._relay.is_here(stage):
             y = self._layer(x, *args, **kwargs)
         else:
