@@ -8,6 +8,7 @@ communication; then the all-reduce is timed, a line of JSON is printed on stdout
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -34,6 +35,8 @@ from tfdist.launch.plan.trials import all_reduce_seconds
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.tf_config import read_tf_config
 from tfdist.step.context import strategy_of
+from tfdist.step.hooks import FitHook
+from tfdist.step.keras_step import KerasStep
 
 _SIZES = (4096, 1 << 20, 1 << 22)
 _REPEATS = 8
@@ -41,7 +44,7 @@ _REPEATS = 8
 _RATES = (1e3, 1e18)
 
 
-class StepClock(keras.callbacks.Callback):
+class StepClock(keras.callbacks.Callback, FitHook):
     """Callback that times steps, monitors the same number of steps, and ends the script.
 
     A step is the time between the beginnings of two batches of an epoch, including batch callbacks and
@@ -63,6 +66,12 @@ class StepClock(keras.callbacks.Callback):
         self._first = self._steps = 0
         self._monitor: Monitor | None = None
         self._watched = 0
+
+    def around_step(self, step: KerasStep):
+        """See `FitHook.around_step`: stamps the steps under the monitor."""
+        return (
+            contextlib.nullcontext() if self._monitor is None else self._monitor.around_step(step)
+        )
 
     def on_epoch_begin(self, epoch, logs=None):
         """Reset the count of calls."""
@@ -111,6 +120,8 @@ class StepClock(keras.callbacks.Callback):
         self._monitor.set_params(self.params)
         self._monitor.on_train_begin()
         self._monitor.on_epoch_begin(0)
+        if strategy_of(self.model) is not None:
+            self.model.make_train_function(force=True)  # Traced with the stamps.
 
     def _finish(self, monitor: Monitor) -> None:
         self._monitor = None
