@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.house.sources import documents
+from tests.processes import python
 from tests.public import is_addon, public_objects
 
 ROOT = Path(__file__).parents[1]
@@ -77,11 +76,4 @@ def test_names_in_examples_exist_in_a_process_that_imported_nothing_else():
         "        os._exit(0)\n"
         "    os.waitpid(child, 0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *names],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert done.stdout == ""
+    assert python(program, *names) == ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -13,6 +11,7 @@ import pytest
 
 import tfdist
 from tests.house.sources import python_files, rooms
+from tests.processes import python
 from tfdist.backend.keras.registered import PACKAGE
 from tfdist.utils.lazy import find_addon
 
@@ -36,18 +35,6 @@ import json, sys
 import keras, tfdist
 print(type(keras.layers.deserialize(json.load(open(sys.argv[1])))).__name__)
 """
-
-
-def python(code: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 @pytest.mark.parametrize("name", FILES)

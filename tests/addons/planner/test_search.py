@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 
 import pytest
 
+from tests.processes import python
 from tfdist.addons.planner import MLP, ConvNet, Limits, Link, Transformer, estimate, machine, plan
 from tfdist.addons.planner.estimates import misfit
 from tfdist.addons.planner.search import Search, _key
@@ -94,10 +93,7 @@ assert "tensorflow" not in sys.modules and "keras" not in sys.modules
 from tfdist.runtime.process_memory import peak_bytes
 print(peak_bytes())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert int(done.stdout) < 2**30
+    assert int(python(program)) < 2**30
 
 
 def test_every_layout_is_counted_once():
