@@ -54,7 +54,7 @@ demo: $(HOROVOD) ## Trains the ConvNet on the digits, on two ranks
 test: setup ## The quick tests, some of each part
 	$(PY) -m pytest -q -m "not slow" $(TESTS)
 
-test-all: setup ## All tests; of long ones a quarter, others with CROSS=2, 3 and 4, all with CROSS=full (a day)
+test-all: setup ## All tests; of long ones an eighth, others with CROSS=2 to 8, all with CROSS=full (a day)
 	$(PY) -m pytest -q --cross=$(CROSS) $(TESTS)
 
 matrix: setup ## Quick tests on Pythons, TensorFlows and Kerases, in environments of their own

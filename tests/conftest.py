@@ -36,7 +36,7 @@ def pytest_addoption(parser):
         default="1",
         help="Which slow cases with parameters are run: in each file each test and each value of each "
         f"parameter at least once, of parameters with over {crossing.LONG} values, and of cases that take over "
-        f"{crossing.LONG_SECONDS:.0f} s or were never timed, one of four parts (1 to 4) or each; or all "
+        f"{crossing.LONG_SECONDS:.0f} s or were never timed, one of eight parts (1 to 8) or each; or all "
         "combinations (full). Cases that `::` or -k name are not divided [1]",
     )
     parser.addoption(

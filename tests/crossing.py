@@ -1,20 +1,20 @@
-"""Which of many slow cases a run takes, so that four runs take all of them."""
+"""Which of many slow cases a run takes, so that eight runs take all of them."""
 
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 import math
-import zlib
 from collections.abc import Sequence
 
 from tests import covering
 
-#: Of a parameter with more values than this, as families of models and scripts are, a run takes a quarter, and
+#: Of a parameter with more values than this, as families of models and scripts are, a run takes an eighth, and
 #: the next function of the file begins with another one.
 LONG = 8
-PARTS = ("1", "2", "3", "4")
-#: A run takes a quarter of the slow cases that take longer, or were never timed.
+PARTS = tuple("12345678")
+#: A run takes an eighth of the slow cases that take longer, or were never timed.
 LONG_SECONDS = 5.0
 
 
@@ -23,7 +23,7 @@ def left_out(items: Sequence, cross: str, seconds: dict[str, float]) -> set:
 
     Args:
         items: All cases that were collected.
-        cross: "1" to "4", a quarter; "each", all of what is not divided; see `--cross`.
+        cross: "1" to "8", an eighth; "each", all of what is not divided; see `--cross`.
         seconds: What each case took, by its id.
     """
     part = None if cross == "each" else PARTS.index(cross)
@@ -85,7 +85,7 @@ def _is_in_another_part(case, part: int, seconds: dict[str, float]) -> bool:
     """Whether a slow case takes long, or was never timed, and is in another part, whatever else is collected."""
     if _runs_always(case) or seconds.get(case.nodeid, math.inf) <= LONG_SECONDS:
         return False
-    return zlib.crc32(case.nodeid.encode()) % len(PARTS) != part
+    return hashlib.sha256(case.nodeid.encode()).digest()[0] % len(PARTS) != part
 
 
 def _parameters(case) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Four runs of the slow cases take all values; what is quick, or named, is in each."""
+"""Eight runs of the slow cases take all values; what is quick, or named, is in each."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def runs(cases: list, seconds: dict[str, float]) -> list[set]:
     return [set(cases) - left_out(cases, part, seconds) for part in PARTS]
 
 
-def test_of_a_long_parameter_each_value_is_in_one_run_of_four():
-    cases = [Case("test", program=number) for number in range(4 * LONG)]
+def test_of_a_long_parameter_each_value_is_in_one_run_of_eight():
+    cases = [Case("test", program=number) for number in range(len(PARTS) * LONG)]
     found = runs(cases, dict.fromkeys((each.nodeid for each in cases), 1.0))
-    assert [len(some) for some in found] == [LONG] * 4
+    assert [len(some) for some in found] == [LONG] * len(PARTS)
     assert set.union(*found) == set(cases)
 
 
 @pytest.mark.parametrize("seconds", [None, LONG_SECONDS + 1])
 def test_long_cases_and_such_as_were_never_timed_are_divided(seconds):
-    cases = [Case(f"test_{number}") for number in range(60)]
-    cases += [Case(f"test_{number}", engine="horovod") for number in range(60)]
+    cases = [Case(f"test_{number}") for number in range(240)]
+    cases += [Case(f"test_{number}", engine="horovod") for number in range(240)]
     known = {} if seconds is None else {each.nodeid: seconds for each in cases}
     found = runs(cases, known)
     assert sum(len(some) for some in found) == len(cases)
     assert set.union(*found) == set(cases)
-    assert min(len(some) for some in found) > len(cases) // 6
+    assert min(len(some) for some in found) > len(cases) // 12
 
 
 def test_whether_a_case_is_run_does_not_depend_on_the_others():
@@ -69,12 +69,12 @@ def test_whether_a_case_is_run_does_not_depend_on_the_others():
 def test_what_is_quick_or_wanted_is_in_each_run(options, seconds):
     cases = [Case(f"test_{number}", program="one", **options) for number in range(20)]
     known = {} if seconds is None else {each.nodeid: seconds for each in cases}
-    assert runs(cases, known) == [set(cases)] * 4
+    assert runs(cases, known) == [set(cases)] * len(PARTS)
 
 
 def test_cases_of_the_full_cross_are_in_none():
     cases = [Case("test", marks=(pytest.mark.slow(full=True),))]
-    assert runs(cases, {}) == [set()] * 4
+    assert runs(cases, {}) == [set()] * len(PARTS)
 
 
 NAMED = """
@@ -88,7 +88,7 @@ def test_divided(value):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [([], 10), (["-k", "divided"], 40)], ids=["a quarter", "named"]
+    ("arguments", "expected"), [([], 5), (["-k", "divided"], 40)], ids=["an eighth", "named"]
 )
 def test_what_the_user_names_is_not_divided(tmp_path, arguments, expected):
     (tmp_path / "test_named.py").write_text(NAMED)

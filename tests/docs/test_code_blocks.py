@@ -113,7 +113,6 @@ def test_python(pool, block, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@every_case
 @pytest.mark.parametrize(("words", "printed"), distinct_commands())
 def test_commands(words, printed, tmp_path):
     if "horovodrun" in words:
