@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.mesh import Mesh
-from tfdist.runtime.horovod_variables import started_by_horovod
+from tfdist.runtime.horovod_variables import has_nccl, started_by_horovod
 from tfdist.runtime.plugins import load_plugins
 from tfdist.runtime.tf_config import read_tf_config, started_by_tf_config
 from tfdist.strategies.parallel import check_options, script_name
@@ -25,8 +25,8 @@ def auto(mesh: Mesh | None = None, **options) -> tf.distribute.Strategy:
     `tfdist-run --ps=`.
 
     Then: `HorovodStrategy` if Horovod's launcher started the process; `MultiWorkerStrategy` for a TF_CONFIG;
-    for ranks that mpirun or srun started, `HorovodStrategy` if Horovod is installed, otherwise
-    `MultiWorkerStrategy`; otherwise `LocalStrategy`.
+    for ranks that mpirun or srun started, `HorovodStrategy` if Horovod is installed (on GPUs: with NCCL),
+    otherwise `MultiWorkerStrategy`; otherwise `LocalStrategy`.
 
     Args:
         mesh: The mesh of the ranks; all ranks are on the data axis by default.
@@ -80,6 +80,8 @@ def _detected() -> tuple[str, str]:
     if found is None:
         return "LocalStrategy", "no launcher has set its variables"
     has_horovod = importlib.util.find_spec("horovod") is not None
+    if has_horovod and tf.config.list_physical_devices("GPU"):
+        has_horovod = has_nccl()
     kind = "HorovodStrategy" if has_horovod else "MultiWorkerStrategy"
     return kind, f"{found.launcher} started rank {found.rank} of {found.size}"
 

@@ -9,6 +9,7 @@ import threading
 import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
+from tfdist.backend import devices
 from tfdist.backend.graph.arrival import after_arrival
 from tfdist.collectives import all_gather, all_reduce
 from tfdist.collectives.flight_counts import outermost_is_eager
@@ -20,6 +21,9 @@ from tfdist.step.keras_step import KerasStep
 from tfdist.step.token_split import TokenSplit
 from tfdist.strategies.keras_patches.steps import keras_step
 from tfdist.utils.temporary import attributes_set
+
+#: The state of a seed has two elements.
+_MOST_READ_BY_HOST = 4
 
 
 class _Local(threading.local):
@@ -42,7 +46,9 @@ class ParallelExtended(OneDeviceExtended):
     """
 
     def __init__(self, strategy: DistributedStrategy):
-        super().__init__(strategy, "/GPU:0" if tf.config.list_logical_devices("GPU") else "/CPU:0")
+        # For tensors of TensorFlow, which starts its devices here.
+        tf.config.list_logical_devices()
+        super().__init__(strategy, "/GPU:0" if devices.has_gpu() else "/CPU:0")
         self._parallel = strategy
         self._local = _Local()
         self._runs: tf.Variable | None = None
@@ -67,6 +73,17 @@ class ParallelExtended(OneDeviceExtended):
 
     def _running(self, step: KerasStep | None) -> contextlib.AbstractContextManager[None]:
         return attributes_set(self._local, step=step)
+
+    def _create_variable(self, next_creator, **kwargs):
+        """Creates a variable on the rank's device; small ones of integers or bool on the host.
+
+        These are counters, switches and the states of seeds, which the host needs: to read one from a GPU, it
+        would wait for all that the GPU has to compute.
+        """
+        if not devices.has_gpu() or not _is_read_by_host(**kwargs):
+            return super()._create_variable(next_creator, **kwargs)
+        with devices.on_host():
+            return next_creator(**kwargs)
 
     def _call_for_each_replica(self, fn, args, kwargs):
         step = self._local.step
@@ -164,6 +181,15 @@ class ParallelExtended(OneDeviceExtended):
     def _experimental_distribute_values_from_function(self, value_fn):
         group = self._parallel.row_group
         return value_fn(tf.distribute.experimental.ValueContext(group.rank, group.size))
+
+
+def _is_read_by_host(initial_value=None, dtype=None, shape=None, **_) -> bool:
+    """Whether a variable is a counter, a switch or the state of a seed."""
+    dtype = getattr(initial_value, "dtype", tf.float32) if dtype is None else dtype
+    shape = getattr(initial_value, "shape", None) if shape is None else shape
+    elements = None if shape is None else tf.TensorShape(shape).num_elements()
+    is_small = elements is not None and elements <= _MOST_READ_BY_HOST
+    return is_small and devices.stays_on_host(tf.as_dtype(dtype))
 
 
 def _gather_outputs(rows, strategy: DistributedStrategy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
+from tfdist.strategies.devices import check_devices
 from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, check_options, meeting
 
 
@@ -42,4 +43,5 @@ class HorovodStrategy(ParallelStrategy):
 
             with meeting(started_by_horovod(), watchdog_seconds):
                 engine = start(mesh, deterministic=deterministic)
+                check_devices(engine)
         super().__init__(engine, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.tensorflow import COMMUNICATIONS
 from tfdist.mesh import Mesh
+from tfdist.strategies.devices import check_devices
 from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, check_options, meeting
 from tfdist.utils import checks
 
@@ -52,4 +53,5 @@ class MultiWorkerStrategy(ParallelStrategy):
                 engine = TensorFlowEngine(mesh, communication)
                 if p2p:
                     engine = with_p2p(engine)
+                check_devices(engine)
         super().__init__(engine, **options)

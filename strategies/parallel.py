@@ -20,7 +20,7 @@ from tfdist.gradients.stage import GradientStage, Position
 from tfdist.mesh import Mesh
 from tfdist.runtime.plugins import load_plugins
 from tfdist.step.context import DistributedStrategy, current_replica
-from tfdist.step.gradient_options import BUCKET_BYTES, GradientOptions
+from tfdist.step.gradient_options import GradientOptions, default_bucket_bytes
 from tfdist.step.hooks import FitHook
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.local_steps import local_optimizer
@@ -62,8 +62,8 @@ class ParallelStrategy(DistributedStrategy):
         engine: The engine of the collectives, with the mesh.
         zero_stage: ZeRO stage: 0 replicates everything; 1 shards the optimizer's state over the data
             parallel ranks; 2 also gradients; 3 also parameters. See docs/memory.md.
-        bucket_mib: MiB of gradients that are sent as one tensor. `tfdist-bench buckets` measures the best
-            size for a network.
+        bucket_mib: MiB of gradients that are sent as one tensor; None for 4, or 64 on GPUs. `tfdist-bench
+            buckets` measures the best size for a network.
         communication_dtype: "bfloat16" or "float16": gradients of wider dtypes are sent in this dtype, with
             half the bytes and a rounding error. None for their own dtype, as exact as one process.
         compression: A compressor of gradients between the data parallel ranks for slow links, such as
@@ -89,7 +89,7 @@ class ParallelStrategy(DistributedStrategy):
         engine: Engine,
         *,
         zero_stage: int = 0,
-        bucket_mib: float = BUCKET_BYTES / _MIB,
+        bucket_mib: float | None = None,
         communication_dtype: str | None = None,
         compression: GradientStage | None = None,
         gradient_stages: Sequence[GradientStage] = (),
@@ -118,7 +118,7 @@ class ParallelStrategy(DistributedStrategy):
             )
         self.engine = engine
         self.gradient_options = GradientOptions(
-            int(bucket_mib * _MIB),
+            default_bucket_bytes() if bucket_mib is None else int(bucket_mib * _MIB),
             None if communication_dtype is None else tf.as_dtype(communication_dtype),
         )
         share_random_state(engine.group())
@@ -268,7 +268,7 @@ def check_options(
     engine: Engine | None,
     *,
     zero_stage: int = 0,
-    bucket_mib: float = BUCKET_BYTES / _MIB,
+    bucket_mib: float | None = None,
     communication_dtype: str | None = None,
     compression: GradientStage | None = None,
     gradient_stages: Sequence[GradientStage] = (),
@@ -301,7 +301,7 @@ def check_options(
             f"`mesh` is not supported together with `engine`, which has a mesh. Received: mesh={mesh!r}."
         )
     checks.integer("zero_stage", zero_stage, minimum=0, maximum=3)
-    checks.number("bucket_mib", bucket_mib, above=0, maximum=_MOST_BUCKET_MIB)
+    checks.number("bucket_mib", bucket_mib, above=0, maximum=_MOST_BUCKET_MIB, optional=True)
     checks.one_of(
         "communication_dtype", communication_dtype, ("bfloat16", "float16"), optional=True
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import tempfile
@@ -11,7 +12,11 @@ import tempfile
 from tfdist.addons.unequal_ranks.free_memory import available_bytes
 from tfdist.launch.doctor.findings import Finding, answer_of, note, ok, problem
 from tfdist.launch.doctor.software import Trials
+from tfdist.launch.install_horovod.cuda_packages import NCCL, OLDEST_DRIVER
+from tfdist.launch.install_horovod.prerequisites import installed_version
 from tfdist.launch.run.num_ranks import count_cores
+from tfdist.runtime.horovod_variables import has_nccl
+from tfdist.runtime.shared_gpus import shares_gpus
 from tfdist.utils.checks import one_line
 
 _GIB = 1 << 30
@@ -117,10 +122,32 @@ def gpus(trials: Trials | None, num_ranks: int, seconds: float) -> list[Finding]
         else:
             text += ": it is built without CUDA"
         found.append(problem("GPUs", text, "pip install 'tensorflow[and-cuda]' of this version"))
-    elif num_ranks > len(seen):
+    elif num_ranks > len(seen) and not shares_gpus():
         text = f"{len(seen)} for {num_ranks} ranks, each of which requires its own GPU"
         found.append(problem("GPUs", text, f"-np {len(seen)}, or CUDA_VISIBLE_DEVICES="))
-    return [*found, *_shared_memory(num_ranks)]
+    return [*found, *_nccl(driver, num_ranks), *_shared_memory(num_ranks)]
+
+
+def _nccl(driver: str, num_ranks: int) -> list[Finding]:
+    """Check what several ranks on GPUs require."""
+    if num_ranks < 2:
+        return []
+    if "MIG" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        text = "parts of GPUs (MIG), on which several ranks are not supported"
+        return [problem("GPUs", text, "-np 1, or disable MIG")]
+    version = installed_version(NCCL)
+    found = [ok("NCCL", f"{version}, of the package {NCCL}")] if version else []
+    if not installed_version("horovod"):
+        return found
+    if not has_nccl():
+        text = "built without NCCL: tensors of GPUs go through the memory of the host"
+        command = "tfdist-install-horovod --gpu_operations=nccl, or tfdist-run --engine=tensorflow"
+        return [*found, note("Horovod", text, command)]
+    number = re.match(r"NVIDIA (\d+)", driver)
+    if number and int(number[1]) < OLDEST_DRIVER:
+        text = f"{driver}; Horovod with NCCL is built with CUDA 13, which requires {OLDEST_DRIVER}"
+        found.append(problem("Driver", text, "Update the driver, or build with HOROVOD_CUDA_HOME"))
+    return found
 
 
 def _nvidia(seconds: float) -> tuple[list[str] | None, str]:

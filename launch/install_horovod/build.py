@@ -7,6 +7,7 @@ with the old names suffice. Horovod is not patched.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tfdist.launch.flags.quiet import quiet_start
+from tfdist.launch.install_horovod import cuda_packages
 from tfdist.launch.install_horovod.native_build import install_native
 from tfdist.launch.install_horovod.prerequisites import (
     GLOO_ONLY,
@@ -141,6 +143,8 @@ def build(
         BuildError: The build failed.
     """
     tensorflow = check_interpreter()
+    if options.gpu_operations == "nccl":
+        _require_nccl()
     kept = cache_dir.expanduser().absolute() / cache_key(options, tensorflow)
     wheel = find_wheel(kept)
     if wheel and not force and not matches_digest(wheel):
@@ -164,6 +168,7 @@ def build(
     )
     start = time.monotonic()
     with (
+        contextlib.ExitStack() as stack,
         # The compiler's flags are split at spaces, which the path of the cache may contain.
         tempfile.TemporaryDirectory(prefix="tfdist-headers-") as headers,
         # In the same folder, so that the finished wheel is moved atomically.
@@ -171,6 +176,13 @@ def build(
     ):
         write_headers(Path(headers), options)
         _pip("install", *BUILD_REQUIREMENTS, log=log)
+        environment = build_environment(Path(headers), options)
+        if options.gpu_operations == "nccl":
+            toolkit = stack.enter_context(tempfile.TemporaryDirectory(prefix="tfdist-cuda-"))
+            if "HOROVOD_CUDA_HOME" not in environment:
+                target = ("--no-deps", f"--target={toolkit}")
+                _pip("install", *target, *cuda_packages.COMPILER, log=log)
+            environment |= cuda_packages.build_variables(Path(toolkit), environment)
         _pip(
             "wheel",
             # Writes the compiler's output to the log immediately.
@@ -183,7 +195,7 @@ def build(
             f"--wheel-dir={wheels}",
             f"horovod=={HOROVOD_VERSION}",
             log=log,
-            environment=build_environment(Path(headers), options),
+            environment=environment,
         )
         built = find_wheel(Path(wheels))
         if built is None:
@@ -194,6 +206,24 @@ def build(
         write_digest(wheel)
     _say(f"Built {wheel} in {time.monotonic() - start:.0f} s.")
     return wheel
+
+
+def _require_nccl() -> None:
+    """Install the NCCL that TensorFlow uses, which Horovod needs too, unless it is there or the user has another."""
+    cuda_packages.check_packages()
+    is_named = any(name.startswith("HOROVOD_NCCL_") for name in os.environ)
+    if not is_named and cuda_packages.find_nccl() is None:
+        _say(f"Installing {cuda_packages.NCCL}, which TensorFlow uses on GPUs.")
+        with tempfile.TemporaryDirectory(prefix="tfdist-install-horovod-") as folder:
+            package = f"{cuda_packages.NCCL}{cuda_packages.NCCL_RANGE}"
+            _pip("install", "--no-deps", package, log=Path(folder, "pip.log"))
+        importlib.invalidate_caches()
+    driver = cuda_packages.driver_version()
+    if driver is not None and driver < cuda_packages.OLDEST_DRIVER:
+        _say(
+            f"The NVIDIA driver {driver} is older than {cuda_packages.OLDEST_DRIVER}, which this build requires: "
+            "update the driver, or name a CUDA 12 toolkit in HOROVOD_CUDA_HOME."
+        )
 
 
 def prove(options: BuildOptions | None = None) -> None:
@@ -269,6 +299,7 @@ def cache_key(options: BuildOptions, tensorflow: tuple[str, str]) -> str:
             str(sys.implementation.cache_tag),
             sysconfig.get_platform(),
             "-".join(options.carriers),
+            *(cuda_packages.versions() if options.gpu_operations == "nccl" else []),
         ]
     )
 

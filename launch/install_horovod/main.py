@@ -21,7 +21,9 @@ class InstallOptions:
 
     mpi: bool = option(False, "Build with the installed MPI in addition to Gloo")
     gpu_operations: str = option(
-        "none", "Library for collectives on NVIDIA GPUs; untested", choices=("none", "nccl")
+        "none",
+        "Library for collectives on NVIDIA GPUs; nccl needs no CUDA toolkit; untested on GPUs",
+        choices=("none", "nccl"),
     )
     cache_dir: str = option("~/.cache/tfdist/wheels", "Folder of cached wheels")
     force: bool = option(False, "Build even if a wheel is cached")

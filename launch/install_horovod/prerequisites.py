@@ -14,14 +14,12 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
-from pathlib import Path
 
 from tfdist.utils.errors import TfdistError
 
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
 _COMPILERS = ("c++", "g++", "clang++")
 _OLDEST_CMAKE = (3, 13)
-_INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
 
 
 class PrerequisiteError(TfdistError, RuntimeError):
@@ -125,35 +123,11 @@ def check_toolchain(options: BuildOptions, environment: Mapping[str, str] = os.e
             "--mpi requires MPI's compiler, but mpicxx was not found: `apt install libopenmpi-dev`, "
             "or add the bin folder of your MPI to PATH."
         )
-    if options.gpu_operations == "nccl":
-        _check_cuda(environment)
-
-
-def _check_cuda(environment: Mapping[str, str]) -> None:
     home = environment.get("HOROVOD_CUDA_HOME")
-    # The folders in which CMake looks.
-    nvcc = (
-        shutil.which("nvcc", path=f"{home}/bin")
-        if home
-        else shutil.which("nvcc", path=f"{environment['PATH']}:/usr/local/cuda/bin")
-    )
-    if not nvcc:
+    if options.gpu_operations == "nccl" and home and not shutil.which("nvcc", path=f"{home}/bin"):
         raise PrerequisiteError(
-            "--gpu_operations=nccl requires CUDA's compiler, but nvcc was not found: install the "
-            "CUDA toolkit, or name its folder in HOROVOD_CUDA_HOME."
-        )
-    folders = [
-        environment.get("HOROVOD_NCCL_INCLUDE"),
-        f"{environment['HOROVOD_NCCL_HOME']}/include"
-        if "HOROVOD_NCCL_HOME" in environment
-        else None,
-        str(Path(nvcc).resolve().parent.parent / "include"),
-        *_INCLUDES,
-    ]
-    if not any((Path(folder) / "nccl.h").exists() for folder in folders if folder):
-        raise PrerequisiteError(
-            "--gpu_operations=nccl requires NCCL's headers, but nccl.h was not found: "
-            "`apt install libnccl-dev`, or name NCCL's folder in HOROVOD_NCCL_HOME."
+            "The CUDA toolkit in HOROVOD_CUDA_HOME must have bin/nvcc. Received: "
+            f"HOROVOD_CUDA_HOME={home}. Correct it, or unset it for the compiler from PyPI."
         )
 
 

@@ -24,6 +24,7 @@ from tfdist.launch.run.processes import RankProcess, signal_name
 from tfdist.launch.run.restarts import run_with_restarts
 from tfdist.launch.run.supervisor import Supervisor
 from tfdist.launch.signals import exit_on_signals
+from tfdist.runtime.horovod_variables import has_nccl
 from tfdist.runtime.lock_owner import JOB
 from tfdist.runtime.recovery import FAILED_AT, NEWEST
 from tfdist.runtime.rendezvous import Endpoint, environments, interface_towards
@@ -309,12 +310,16 @@ def _engine(options: RunOptions) -> str:
         return "tensorflow"
     if options.engine != "auto":
         return options.engine
-    if not has_horovod:
-        command.say(
-            "tfdist-run",
-            "Horovod is not installed, so the ranks use TensorFlow's collectives.",
+    why = "is not installed"
+    if has_horovod:
+        if not count_gpus() or has_nccl():
+            return "horovod"
+        why = (
+            "was built without NCCL (`tfdist-install-horovod --gpu_operations=nccl` builds it), and this machine "
+            "has GPUs"
         )
-    return "horovod" if has_horovod else "tensorflow"
+    command.say("tfdist-run", f"Horovod {why}, so the ranks use TensorFlow's collectives.")
+    return "tensorflow"
 
 
 PROGRAM = command.Program(

@@ -34,6 +34,8 @@ _OF_THE_HOST = re.compile(
 _SECRET = re.compile(
     r".*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY).*", re.I
 )
+#: A variable whose numbers are meant for each host, and whose names are those of this host's GPUs.
+_GPUS = "CUDA_VISIBLE_DEVICES"
 #: The variable that lists names to send to other hosts regardless of these patterns.
 PASS = "TFDIST_PASS"
 #: ssh's exit code if it cannot connect or loses the connection.
@@ -170,6 +172,8 @@ def _passed() -> dict[str, str]:
     chosen = set(os.environ.get(PASS, "").split(","))
     passed, kept = {}, []
     for name, value in os.environ.items():
+        if name == _GPUS and name not in chosen and not re.fullmatch(r"[\d,\s-]*", value):
+            continue  # Names of GPUs are those of this host.
         if name in chosen or not (_OF_THE_HOST.fullmatch(name) or _SECRET.fullmatch(name)):
             passed[name] = value
         elif not _OF_THE_HOST.fullmatch(name):

@@ -89,7 +89,9 @@ class StrategyOptions:
         most=MOST_RANKS,
     )
     speculative: bool = option(False, "Backup ranks repeat the batches of slow workers")
-    bucket_mib: int = option(4, "Size of a gradient bucket in MiB", least=1, most=1 << 20)
+    bucket_mib: int | None = option(
+        None, "Size of a gradient bucket in MiB [4, on GPUs 64]", least=1, most=1 << 20
+    )
     batch_shares: str = option("equal", "Rows per rank: equal, measured, or shares such as 3,1")
 
     @property

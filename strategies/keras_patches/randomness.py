@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import SeedGenerator
 from tfdist.step.context import current_replica
@@ -18,10 +19,12 @@ _STRIDE = 0x9E3779B1
 def _next(self, ordered=True, *, original):
     """Offsets the drawn seed by the place of the rank's samples; the state stays equal on all ranks.
 
-    Ranks of one tensor group have the same samples and the same place, so they draw the same numbers.
+    Ranks of one tensor group have the same samples and the same place, so they draw the same numbers. Kernels
+    of a GPU read seeds from the host.
     """
-    seed = original(self, ordered)
-    replica = current_replica()
-    place = 0 if replica is None else replica.strategy.gradient_group.rank
-    offset = (place * _STRIDE) % (1 << 31)
-    return seed + tf.constant([offset, 0], dtype=seed.dtype) if place else seed
+    with devices.on_host():
+        seed = original(self, ordered)
+        replica = current_replica()
+        place = 0 if replica is None else replica.strategy.gradient_group.rank
+        offset = (place * _STRIDE) % (1 << 31)
+        return seed + tf.constant([offset, 0], dtype=seed.dtype) if place else seed

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.collectives.flight_recorder import FlightRecorder
 from tfdist.collectives.group import Group
 from tfdist.mesh import Mesh
@@ -189,12 +190,24 @@ class Engine(abc.ABC):
         """
         self.run = run
 
-    def transport(self, group: Group, *, reduces: bool = False) -> Engine:
+    def uses_host(self, operation: str, dtype: tf.DType) -> bool:
+        """Whether an operation has its tensors in the memory of the host on a rank with a GPU.
+
+        The answer must be the same on all ranks.
+
+        Args:
+            operation: The method, such as "all_reduce".
+            dtype: The dtype of the tensor.
+        """
+        return devices.stays_on_host(dtype)
+
+    def transport(self, group: Group, *, reduces: bool = False, on_host: bool = False) -> Engine:
         """The engine that executes an operation: this one, or one that it wraps.
 
         Args:
             group: The group.
             reduces: Whether the operation is an all-reduce.
+            on_host: Whether the rank has a GPU, and the tensors are in the memory of the host.
         """
         return self
 

@@ -94,6 +94,8 @@ class Entry:
         if self.ended is not None and self.begun is not None:
             ended += self.ended.value()
             begun += self.begun.value()
+        # On a GPU nothing waits for the counts: a begin may be counted after its end.
+        begun = max(begun, ended)
         # A call that has ended after all was not abandoned.
         self.abandoned = min(self.abandoned, max(begun - ended, 0))
         return begun, ended

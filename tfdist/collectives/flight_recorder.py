@@ -66,12 +66,20 @@ class Flight:
         group: Its group.
         lane: The transport that executes it, for measurements of steps (`tfdist.backend.clock.stamps`).
         needed: The ranks that must begin it before it can end here.
+        gates: Whether the collective waits for the count of its begin, and its result for that of its end. On
+            a GPU each wait is one of the host for all that the GPU has to compute.
     """
 
     def __init__(
-        self, recorder: FlightRecorder, name: str, group: Group, lane: str, needed: tuple[int, ...]
+        self,
+        recorder: FlightRecorder,
+        name: str,
+        group: Group,
+        lane: str,
+        needed: tuple[int, ...],
+        gates: bool,
     ):
-        self.name = name
+        self.name, self._gates = name, gates
         self._recorder, self._needed = recorder, needed
         self._entry = recorder._entry(name, group.ranks) if recorder.enabled else None
         self._stamps = current_stamps()
@@ -108,6 +116,10 @@ class Flight:
         begun, self._ended = entry.make_counters()
         with tf.control_dependencies([tensor]):
             began = begun.add_one()
+        if not self._gates:
+            with self._stamped(tensor) as stamped:
+                yield stamped
+            return
         with tf.control_dependencies([began]), self._stamped(tf.identity(tensor)) as stamped:
             yield stamped
 
@@ -117,6 +129,9 @@ class Flight:
             yield tensor
             return
         begun, self._stamp_end = self._stamps.call(self._column, tensor)
+        if not self._gates:
+            yield tensor
+            return
         with tf.control_dependencies([begun]):
             yield tf.identity(tensor)
 
@@ -131,6 +146,8 @@ class Flight:
             return result
         with tf.control_dependencies(tf.nest.flatten(result)):
             finished = self._ended.add_one()
+        if not self._gates:
+            return result
         with tf.control_dependencies([finished]):
             return tf.nest.map_structure(tf.identity, result)
 
@@ -151,7 +168,13 @@ class FlightRecorder:
         _note_errors()
 
     def flight(
-        self, name: str, group: Group, lane: str = "", needed: tuple[int, ...] | None = None
+        self,
+        name: str,
+        group: Group,
+        lane: str = "",
+        needed: tuple[int, ...] | None = None,
+        *,
+        gates: bool = True,
     ) -> Flight:
         """A call of a collective that is about to begin.
 
@@ -160,8 +183,10 @@ class FlightRecorder:
             group: Its group.
             lane: The transport that executes it.
             needed: The ranks that must begin it before it can end here; all of the group if None.
+            gates: As in `Flight`.
         """
-        return Flight(self, name, group, lane, group.ranks if needed is None else needed)
+        needed = group.ranks if needed is None else needed
+        return Flight(self, name, group, lane, needed, gates)
 
     def in_flight(self) -> list[InFlight]:
         """The collectives that have begun and not ended."""

@@ -5,7 +5,9 @@ Horovod's wrappers of Keras and optimizers are not used, since they do not suppo
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib.util
 import logging
 import os
 import socket
@@ -15,6 +17,7 @@ from collections.abc import Callable
 import psutil
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.native import TRANSPORT
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.flight_counts import outermost_is_eager
@@ -22,7 +25,7 @@ from tfdist.collectives.group import Group
 from tfdist.collectives.p2p import P2PEngine, with_p2p
 from tfdist.collectives.rank_sets import rank_sets
 from tfdist.mesh import Mesh
-from tfdist.runtime.horovod_variables import started_by_horovod
+from tfdist.runtime.horovod_variables import has_nccl, started_by_horovod
 from tfdist.runtime.schedulers import join, started_by_scheduler
 from tfdist.utils import checks
 from tfdist.utils.untested import say_untested
@@ -37,13 +40,20 @@ _CYCLE_MS = 2.5
 _CYCLE_MS_FOR_GRADIENTS = 5.0
 #: If all operations use peer-to-peer messages.
 _CYCLE_MS_AT_REST = 25.0
+#: Between GPUs, whose steps are short and leave the cores idle.
+_CYCLE_MS_ON_GPUS = 0.2
+#: The mesh axes whose collectives the computation waits for.
+_LATENCY_CRITICAL = ("tensor", "context", "expert", "pipeline")
 
 
-def _cycle_ms(size: int, has_p2p: bool) -> float:
-    """Horovod's polling interval in a world of `size` ranks, in ms."""
+def _cycle_ms(mesh: Mesh, has_p2p: bool, by_nccl: bool) -> float:
+    """Horovod's polling interval on a resolved mesh, in ms."""
+    if by_nccl:
+        waits = any(mesh.shape.get(axis, 1) > 1 for axis in _LATENCY_CRITICAL)
+        return 0.0 if waits else _CYCLE_MS_ON_GPUS
     if not has_p2p:
         return _CYCLE_MS
-    return _CYCLE_MS_AT_REST if size <= P2PEngine.max_group_size else _CYCLE_MS_FOR_GRADIENTS
+    return _CYCLE_MS_AT_REST if mesh.size <= P2PEngine.max_group_size else _CYCLE_MS_FOR_GRADIENTS
 
 
 def start(mesh: Mesh | None = None, *, deterministic: bool = False) -> Engine:
@@ -53,7 +63,7 @@ def start(mesh: Mesh | None = None, *, deterministic: bool = False) -> Engine:
         mesh: The mesh, which is resolved for Horovod's world.
         deterministic: As in `HorovodEngine`.
     """
-    expects_p2p = TRANSPORT.find() is not None and not tf.config.list_physical_devices("GPU")
+    expects_p2p = TRANSPORT.find() is not None
     engine = HorovodEngine(mesh, deterministic=deterministic, has_p2p=expects_p2p)
     found = with_p2p(engine)
     if expects_p2p and found is engine and engine.size > 1:
@@ -72,6 +82,7 @@ def import_horovod() -> types.ModuleType:
     Raises:
         ImportError: Horovod is missing, or was built for another TensorFlow.
     """
+    _load_nccl()
     try:
         import horovod.tensorflow as hvd
     except ImportError as error:
@@ -80,6 +91,20 @@ def import_horovod() -> types.ModuleType:
             f"`tfdist-install-horovod`, or use MultiWorkerStrategy. The error was: {error}"
         ) from error
     return hvd
+
+
+@functools.cache
+def _load_nccl() -> None:
+    """Loads the NCCL that `tensorflow[and-cuda]` installs, for a Horovod that was built with NCCL.
+
+    Whoever asks for it by name afterwards, Horovod and TensorFlow, gets this copy: two in a process do not
+    share their state.
+    """
+    packages = importlib.util.find_spec("nvidia") if has_nccl() else None
+    for folder in (packages and packages.submodule_search_locations) or ():
+        path = os.path.join(folder, "nccl", "lib", "libnccl.so.2")
+        if os.path.exists(path):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
 class HorovodEngine(Engine):
@@ -123,7 +148,13 @@ class HorovodEngine(Engine):
                 "sets of its mesh."
             )
         # Horovod reads its settings only from the environment.
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", str(_cycle_ms(resolved.size, has_p2p)))
+        self._by_nccl = hvd.nccl_built() and devices.has_gpu()
+        cycle_ms = _cycle_ms(resolved, has_p2p, self._by_nccl)
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_ms))
+        if self._by_nccl and resolved.shape.get("data", 1) == 1:
+            # The stream waits for the collective in place of the host. With a data axis that would also
+            # delay the backward pass behind sums of gradients.
+            os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")
         if deterministic:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         hvd.init(process_sets=list(sets.values()))
@@ -132,8 +163,14 @@ class HorovodEngine(Engine):
                 f"Horovod's rank {hvd.rank()} of {hvd.size()} is not that of its launcher, {rank} of "
                 f"{size}. Start the ranks with `tfdist-run`."
             )
-        if hvd.nccl_built() and tf.config.list_physical_devices("GPU"):
+        if self._by_nccl:
             say_untested("NCCL (in this build of Horovod)")
+        elif devices.has_gpu() and size > 1 and rank == 0:
+            _logger.warning(
+                "Horovod was built without NCCL: tensors of the ranks' GPUs go through the memory of the host. "
+                "Build it with `tfdist-install-horovod --gpu_operations=nccl`, or start the ranks with "
+                "`tfdist-run --engine=tensorflow`."
+            )
         self._sets = {tuple(range(resolved.size)): hvd.global_process_set, **sets}
         super().__init__(resolved)
 
@@ -168,6 +205,10 @@ class HorovodEngine(Engine):
     def broadcast(self, tensor, root, group, name):
         """`hvd.broadcast`, whose root is a rank of the world."""
         return self._run(self._hvd.broadcast, tensor, group, name, root_rank=group.ranks[root])
+
+    def uses_host(self, operation, dtype):
+        """Also without NCCL, since Horovod's other operations are for the host."""
+        return not self._by_nccl or super().uses_host(operation, dtype)
 
     def host_address(self):
         """The address of the network interface that Gloo uses, or that of this host's name."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.arrival import arrival
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.engine import shape_of as shape_of
@@ -87,15 +88,27 @@ def run(call: Call, tensor: tf.Tensor, *more):
     group = call.group
     if tensor.shape.num_elements() == 0 and not call.operation.endswith("_uneven"):
         return tf.zeros(_output_shape(call, tensor.shape), tensor.dtype)
-    transport = group.engine.transport(group, reduces=call.operation == "all_reduce")
-    wire, restore = _on_wire(tensor, transport, call)
-    flight = group.engine.recorder.flight(
-        unique_name(call.label), group, transport.lane, call.needed
-    )
-    with flight.begin(wire) as wire:
-        operation = getattr(transport, call.operation)
-        result = operation(wire, *more, *call.arguments, flight.name)
-    return restore(flight.end(result))
+    transport, on_host = _transport(call.operation, group, more[1] if more[1:] else tensor.dtype)
+    with devices.on_host(on_host):
+        wire, restore = _on_wire(tensor, transport, call)
+        flight = group.engine.recorder.flight(
+            unique_name(call.label),
+            group,
+            transport.lane,
+            call.needed,
+            gates=on_host or not devices.has_gpu(),
+        )
+        with flight.begin(wire) as wire:
+            operation = getattr(transport, call.operation)
+            result = operation(wire, *more, *call.arguments, flight.name)
+        return restore(flight.end(result))
+
+
+def _transport(operation: str, group: Group, dtype: tf.DType) -> tuple[Engine, bool]:
+    """The engine that executes an operation, and whether its tensors are on the host beside a GPU."""
+    on_host = devices.has_gpu() and group.engine.uses_host(operation, dtype)
+    reduces = operation == "all_reduce"
+    return group.engine.transport(group, reduces=reduces, on_host=on_host), on_host
 
 
 def _on_wire(tensor: tf.Tensor, transport: Engine, call: Call) -> tuple[tf.Tensor, Callable]:
@@ -193,7 +206,8 @@ def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = 
     pair = engine.pair(other)
     call = Call("send", pair, f"{engine.rank}-to-{other}/{name or SEND_NAME}")
     sent = run(call, tensor, other)
-    if not engine.transport(pair).sends_unused:
+    transport, _ = _transport("send", pair, tensor.dtype)
+    if not transport.sends_unused:
         _use(sent, f"{pair.label}/{call.name}")
     return sent
 
@@ -227,7 +241,8 @@ def receive_tensor(
         return tf.zeros(shape, dtype)
     engine, other = group.engine, group.ranks[source]
     pair = engine.pair(other)
-    via = _wire_dtype(dtype, engine.transport(pair), reduces=False)
+    transport, _ = _transport("receive", pair, dtype)
+    via = _wire_dtype(dtype, transport, reduces=False)
     size = elements if elements is not None else tf.reduce_prod(tf.stack(list(shape)))
     call = Call("receive", pair, f"{other}-to-{engine.rank}/{name or SEND_NAME}")
     flat = run(call, tf.constant(0), size, via, other)

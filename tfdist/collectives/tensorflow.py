@@ -1,4 +1,4 @@
-"""TensorFlow's own collectives as an engine: a ring over gRPC, without a C++ build."""
+"""TensorFlow's own collectives as an engine, without a C++ build: a ring over gRPC, and NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import zlib
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.collectives.engine import Engine, reduce_locally, shape_of, split_rows
 from tfdist.collectives.group import Group
 from tfdist.collectives.tensorflow_cluster import bring_up_cluster
@@ -25,10 +26,14 @@ class TensorFlowEngine(Engine):
     On CPU, TensorFlow has all-reduce, all-gather, broadcast and all-to-all; reduce-scatter is an
     exchange and a local reduction, which sends the same number of bytes as a ring.
 
+    On ranks with GPUs, floating and complex tensors are reduced, gathered and exchanged by NCCL. Integers and
+    bool, which TensorFlow does not reduce there, go over the host; so do broadcasts and messages: TensorFlow
+    starts them in any order, while NCCL requires one order on all ranks.
+
     Args:
         mesh: The mesh, which is resolved for the cluster.
-        communication: `tf.distribute.experimental.CommunicationImplementation` by name: "auto",
-            "ring" or "nccl".
+        communication: `tf.distribute.experimental.CommunicationImplementation` by name: "auto" (NCCL between
+            GPUs, else a ring), "ring" or "nccl".
     """
 
     name = "tensorflow"
@@ -46,11 +51,14 @@ class TensorFlowEngine(Engine):
         if scheduled and not started_by_tf_config():
             join("tensorflow", scheduled)
         rank, size = started_by_tf_config() or (0, 1)
-        if communication == "nccl" and rank == 0:
-            say_untested("NCCL (communication='nccl')")
         resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
         self._hint = communication
+        if devices.has_gpu():
+            self._hint = "nccl" if communication == "auto" else communication
+            self.reduce_as = {**self.reduce_as, tf.bfloat16: tf.float32}
         if size > 1:
+            if self._hint == "nccl" and devices.has_gpu() and rank == 0:
+                say_untested("NCCL (in TensorFlow's collectives)")
             bring_up_cluster(communication)
         super().__init__(resolved)
 
@@ -59,15 +67,13 @@ class TensorFlowEngine(Engine):
         merge = {"max": "Max", "min": "Min"}.get(reduction, "Add")
         final = "Div" if reduction == "mean" else "Id"
         tensor, restore = _never_empty(tensor)
-        keyed = self._keyed(group, name, tensor)
-        return restore(
-            tf.raw_ops.CollectiveReduceV2(input=tensor, merge_op=merge, final_op=final, **keyed)
-        )
+        operation = tf.raw_ops.CollectiveReduceV2
+        return restore(self._run(operation, tensor, group, name, merge_op=merge, final_op=final))
 
     def all_gather(self, tensor, group, name):
         """`CollectiveGatherV2`."""
         if tensor.shape.num_elements():
-            return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._keyed(group, name, tensor))
+            return self._run(tf.raw_ops.CollectiveGatherV2, tensor, group, name)
         rows = tf.shape(tensor)[0]
         return _flatten_rows(self._gather_padded(tensor, rows, group, name)[:, :rows])
 
@@ -79,7 +85,11 @@ class TensorFlowEngine(Engine):
         return _without_padding(padded, sizes)
 
     def reduce_scatter(self, tensor, group, reduction, name):
-        """An exchange of shares, each reduced on its member."""
+        """An exchange of shares, each reduced on its member; for sums by NCCL `CollectiveReduceScatterV2`."""
+        if reduction in ("sum", "mean") and self._is_on_device(tensor.dtype):
+            operation = tf.raw_ops.CollectiveReduceScatterV2
+            share = self._run(operation, tensor, group, name, merge_op="Add", final_op="Id")
+            return share / tf.cast(group.size, share.dtype) if reduction == "mean" else share
         received = self.all_to_all(tensor, group, name)
         received.set_shape(tensor.shape)
         return reduce_locally(split_rows(received, group.size), reduction)
@@ -111,12 +121,18 @@ class TensorFlowEngine(Engine):
         """`CollectiveBcastSendV2` and `CollectiveBcastRecvV2`."""
         tensor, restore = _never_empty(tensor)
         # TensorFlow stores which member of an instance was the sender.
-        keyed = self._keyed(group, f"{name}/root{root}", tensor)
-        del keyed["ordering_token"], keyed["is_stateless"]
-        if group.rank == root:
-            return restore(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keyed))
-        shape = tf.shape(tensor)
-        return restore(tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=shape, **keyed))
+        with devices.on_host():
+            keyed = self._keyed(group, f"{name}/root{root}", tensor, on_device=False)
+            del keyed["ordering_token"], keyed["is_stateless"]
+            if group.rank == root:
+                return restore(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keyed))
+            shape = tf.shape(tensor)
+            return restore(tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=shape, **keyed))
+
+    def uses_host(self, operation, dtype):
+        """Also for broadcasts and messages, and without NCCL."""
+        in_any_order = operation in ("broadcast", "send", "receive")
+        return in_any_order or not self._is_on_device(dtype)
 
     def host_address(self):
         """This worker's host in TF_CONFIG."""
@@ -130,16 +146,25 @@ class TensorFlowEngine(Engine):
         if 0 in tensor.shape[1:]:
             return tf.zeros([group.size, rows, *tensor.shape[1:]], tensor.dtype)
         padded = _padded(tensor, tf.maximum(rows, 1) - tf.shape(tensor)[0])
-        gathered = tf.raw_ops.CollectiveGatherV2(input=padded, **self._keyed(group, name, padded))
+        gathered = self._run(tf.raw_ops.CollectiveGatherV2, padded, group, name)
         return split_rows(gathered, group.size)
 
     def _exchange(self, stacked, group: Group, name: str) -> tf.Tensor:
         """Sends slice i of dim 0 to member i."""
-        keyed = self._keyed(group, name, stacked)
-        received = tf.raw_ops.CollectiveAllToAllV2(input=stacked, **keyed)
+        received = self._run(tf.raw_ops.CollectiveAllToAllV2, stacked, group, name)
         return tf.ensure_shape(received, stacked.shape)
 
-    def _keyed(self, group: Group, name: str, tensor: tf.Tensor) -> dict:
+    def _is_on_device(self, dtype: tf.DType) -> bool:
+        """Whether tensors of a dtype are in the memory of a GPU, between which NCCL sends them."""
+        return self._hint == "nccl" and devices.has_gpu() and not devices.stays_on_host(dtype)
+
+    def _run(self, operation, tensor: tf.Tensor, group: Group, name: str, **options) -> tf.Tensor:
+        on_device = self._is_on_device(tensor.dtype)
+        with devices.on_host(not on_device):
+            keyed = self._keyed(group, name, tensor, on_device)
+            return operation(input=tensor, **options, **keyed)
+
+    def _keyed(self, group: Group, name: str, tensor: tf.Tensor, on_device: bool) -> dict:
         if not tf.executing_eagerly() and not tf.inside_function():
             # A session only has the devices of its process: the group would never be complete.
             raise NotImplementedError(
@@ -159,10 +184,11 @@ class TensorFlowEngine(Engine):
             )
         return {
             "group_size": group.size,
-            "group_key": _number(f"group {group.ranks}"),
+            # TensorFlow refuses a group of devices of two types.
+            "group_key": _number(f"{'device ' if on_device else ''}group {group.ranks}"),
             "instance_key": instance,
             "ordering_token": [],
-            "communication_hint": self._hint,
+            "communication_hint": self._hint if on_device or not devices.has_gpu() else "ring",
             "timeout_seconds": 0.0,
             "is_stateless": False,
         }

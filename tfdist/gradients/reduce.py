@@ -14,7 +14,7 @@ from tfdist.gradients.buckets import buckets
 from tfdist.gradients.items import GradientItem
 from tfdist.gradients.origins import Origin
 from tfdist.gradients.sparse import reduce_rows, shard_of_gradient, shard_of_rows, times
-from tfdist.gradients.throttle import MAX_IN_FLIGHT_SHARDED, InFlightLimit
+from tfdist.gradients.throttle import InFlightLimit, max_in_flight
 from tfdist.sharding.collectives import reduce_scatter_arrays
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import FlatShard, flattened, unflattened
@@ -187,7 +187,7 @@ def reduce_scatter_gradients(
     for places in places_by(groups).values():
         # The backward pass yields the gradients of the last layers first.
         ready = [(place, found[place]) for place in reversed(places)]
-        limit = InFlightLimit(MAX_IN_FLIGHT_SHARDED)
+        limit = InFlightLimit(max_in_flight(sharded=True))
         for number, bucket in enumerate(buckets(ready, options.bucket_bytes)):
             tensors, cuts = [found[p] for p in bucket], [shards[p] for p in bucket]
             limit.begin(tensors)
@@ -235,7 +235,7 @@ def reduce_gradients(
         elif gradient is not None:
             reduced[place] = tf.convert_to_tensor(gradient)
             dense.append((place, reduced[place]))
-    limit, dtype = InFlightLimit(), options.communication_dtype
+    limit, dtype = InFlightLimit(max_in_flight()), options.communication_dtype
     for number, bucket in enumerate(buckets(reversed(dense), options.bucket_bytes)):
         tensors = [reduced[place] for place in bucket]
         limit.begin(tensors)

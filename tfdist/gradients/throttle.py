@@ -13,10 +13,27 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.backend import devices
+
 #: The number of buckets that are computed or sent at a time, if each rank has memory for all gradients.
 MAX_IN_FLIGHT = 4
 #: The same under ZeRO, which has to save memory.
 MAX_IN_FLIGHT_SHARDED = 2
+#: The same under ZeRO on a GPU, with buckets of 64 MiB.
+MAX_IN_FLIGHT_SHARDED_ON_GPUS = 4
+
+
+def max_in_flight(*, sharded: bool = False) -> int | None:
+    """The number of buckets that are computed or sent at a time; None for all.
+
+    A GPU computes what was enqueued before: a limit would have the host wait for sums within the backward pass.
+
+    Args:
+        sharded: Whether gradients are reduced to shards.
+    """
+    if devices.has_gpu():
+        return MAX_IN_FLIGHT_SHARDED_ON_GPUS if sharded else None
+    return MAX_IN_FLIGHT_SHARDED if sharded else MAX_IN_FLIGHT
 
 
 class InFlightLimit:
@@ -26,17 +43,17 @@ class InFlightLimit:
     bucket requires memory for its gradients.
 
     Args:
-        max_in_flight: The number of buckets that are computed or sent at a time.
+        max_in_flight: The number of buckets that are computed or sent at a time; None for all.
 
     ```python
-    limit = InFlightLimit()
+    limit = InFlightLimit(max_in_flight())
     for bucket in buckets:
         limit.begin(bucket)
         limit.end(reduce(bucket))
     ```
     """
 
-    def __init__(self, max_in_flight: int = MAX_IN_FLIGHT):
+    def __init__(self, max_in_flight: int | None):
         self._max_in_flight = max_in_flight
         self._done: list[list[tf.Operation]] = []
         #: The operations that buckets which others wait for depend on.
@@ -44,7 +61,9 @@ class InFlightLimit:
 
     def begin(self, gradients: Sequence[tf.Tensor]) -> None:
         """Makes the computation of gradients wait for an earlier bucket."""
-        if tf.executing_eagerly() or len(self._done) < self._max_in_flight:
+        if self._max_in_flight is None or len(self._done) < self._max_in_flight:
+            return
+        if tf.executing_eagerly():
             return
         done = self._done[-self._max_in_flight]
         self._before |= _ancestors(done, self._before)

@@ -144,12 +144,11 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
 
         def gradient(dy):
             found = exponentials * (dy / total)[..., None]
-            # Minus `dy` at the label, in the rows whose label is in this rank's range.
-            rows = tf.where(tf.reshape(own, [-1]))
-            places = tf.gather(tf.reshape(place, [-1, 1]), rows[:, 0])
-            indices = tf.concat([rows, tf.cast(places, rows.dtype)], axis=1)
-            of_labels = tf.gather(tf.reshape(dy, [-1]), rows[:, 0])
-            flat = tf.reshape(found, [-1, share])
+            # Minus `dy` at the label, in the rows whose label is in this rank's range; minus 0 in others, since
+            # a GPU and XLA require sizes that do not depend on the labels.
+            flat, places = tf.reshape(found, [-1, share]), tf.reshape(place, [-1])
+            indices = tf.stack([tf.range(tf.size(places)), places], axis=1)
+            of_labels = tf.reshape(tf.where(own, dy, tf.zeros_like(dy)), [-1])
             return tf.reshape(tf.tensor_scatter_nd_sub(flat, indices, of_labels), tf.shape(logits))
 
         return tf.math.log(total) - of_label, gradient

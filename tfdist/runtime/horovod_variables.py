@@ -1,9 +1,12 @@
-"""The environment variables that Horovod's launchers set."""
+"""The environment variables that Horovod's launchers set, and what the installed Horovod was built with."""
 
 from __future__ import annotations
 
+import importlib.util
+import mmap
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 
 def started_by_horovod(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
@@ -23,3 +26,19 @@ def started_by_horovod(environment: Mapping[str, str] = os.environ) -> tuple[int
             )
     rank, size = (int(text) for text in found.values() if text)
     return rank, size
+
+
+def has_nccl() -> bool:
+    """Whether the installed Horovod was built with NCCL; False without Horovod.
+
+    Read from the library, since `horovod.tensorflow` takes seconds to be imported.
+    """
+    found = importlib.util.find_spec("horovod")
+    if found is None or not found.submodule_search_locations:
+        return False
+    folder = Path(found.submodule_search_locations[0], "tensorflow")
+    for path in folder.glob("mpi_lib*.so"):
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            if text.find(b"ncclAllReduce") >= 0:
+                return True
+    return False

@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ import psutil
 from tfdist.utils import checks
 
 ENGINES = ("horovod", "tensorflow", "local")
+#: The variables of a rank's place among those of its host, and of their number.
+LOCAL_RANK, LOCAL_SIZE = "TFDIST_LOCAL_RANK", "TFDIST_LOCAL_SIZE"
 
 _PORTS = (20_000, 32_000)
 
@@ -63,13 +66,22 @@ def environments(
     checks.one_of("engine", engine, ENGINES)
     if servers and engine != "tensorflow":
         raise ValueError(f"Parameter servers require engine='tensorflow'. Received: {engine=!r}.")
-    if engine == "horovod":
-        with _horovod_environments(endpoints) as found:
-            yield found
-    elif engine == "tensorflow":
-        yield _tensorflow_environments(endpoints, servers)
-    else:
-        yield [{} for _ in endpoints]
+    with contextlib.ExitStack() as stack:
+        if engine == "horovod":
+            found = stack.enter_context(_horovod_environments(endpoints))
+        elif engine == "tensorflow":
+            found = _tensorflow_environments(endpoints, servers)
+        else:
+            found = [{} for _ in endpoints]
+        ranks = endpoints[: len(endpoints) - servers]
+        slots = _slots([endpoint.host for endpoint in ranks])
+        for environment, slot, endpoint in zip(found, slots, ranks, strict=False):
+            environment |= {
+                LOCAL_RANK: str(slot["local_rank"]),
+                LOCAL_SIZE: str(slot["local_size"]),
+                **_interface_for_nccl(endpoint.interface, os.environ),
+            }
+        yield found
 
 
 @contextlib.contextmanager
@@ -142,11 +154,31 @@ def interface_towards(address: str) -> str:
 
 
 def with_interface(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a rank, with the network interface for Horovod added if it is missing."""
+    """Variables of a rank, with the network interface for Horovod and NCCL added where it is missing."""
     found = dict(environment)
-    if found.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") and "HOROVOD_GLOO_IFACE" not in found:
-        found["HOROVOD_GLOO_IFACE"] = interface_towards(found["HOROVOD_GLOO_RENDEZVOUS_ADDR"])
+    address = found.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    if address and "HOROVOD_GLOO_IFACE" not in found:
+        found["HOROVOD_GLOO_IFACE"] = interface_towards(address)
+    if found.get("TF_CONFIG") and not address:
+        address = _address_of_another(json.loads(found["TF_CONFIG"]))
+    if address:
+        found |= _interface_for_nccl(interface_towards(address), found)
     return found
+
+
+def _interface_for_nccl(interface: str | None, given: Mapping[str, str]) -> dict[str, str]:
+    """NCCL's variable for a network interface, unless the user has set it: NCCL may choose that of containers."""
+    if interface is None or "NCCL_SOCKET_IFNAME" in given:
+        return {}
+    return {"NCCL_SOCKET_IFNAME": f"={interface}"}
+
+
+def _address_of_another(config: Mapping[str, Any]) -> str | None:
+    """The address of a worker on another host than this one's; None if there is none."""
+    task, cluster = config["task"], config["cluster"]
+    own = cluster[task["type"]][task["index"]].rpartition(":")[0]
+    addresses = (address.rpartition(":")[0] for address in cluster["worker"])
+    return next((address for address in addresses if address != own), None)
 
 
 def free_ports(count: int) -> list[int]:

@@ -35,7 +35,7 @@ _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 5.0
 _PORTS = (12_000, 20_000)
 #: The variables that the first rank may set in the others.
-_VARIABLES = re.compile(r"HOROVOD_[A-Z_]+|TF_CONFIG")
+_VARIABLES = re.compile(r"HOROVOD_[A-Z_]+|TF_CONFIG|TFDIST_LOCAL_(RANK|SIZE)|NCCL_SOCKET_IFNAME")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 
 #: By launcher: the variables of the rank, of the number of ranks, and of that on this host.

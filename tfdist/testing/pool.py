@@ -22,6 +22,7 @@ from tfdist.runtime import Listener
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.runtime.rendezvous import ENGINES, Endpoint, environments
+from tfdist.runtime.shared_gpus import shares_gpus
 from tfdist.testing.rank import PURPOSE, MakeEngine, free_address, make_engines_by
 from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
@@ -228,7 +229,7 @@ class RankPool:
                     env={
                         **os.environ,
                         "TF_CPP_MIN_LOG_LEVEL": "2",
-                        "CUDA_VISIBLE_DEVICES": "",
+                        **({} if shares_gpus() else {"CUDA_VISIBLE_DEVICES": ""}),
                         "PYTHONUNBUFFERED": "1",
                         **self._environment,
                         **environment,

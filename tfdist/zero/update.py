@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.gradients.buckets import buckets
-from tfdist.gradients.throttle import MAX_IN_FLIGHT_SHARDED
+from tfdist.gradients.throttle import max_in_flight
 from tfdist.sharding.collectives import all_gather_arrays
 from tfdist.sharding.parts import FlatShard
 from tfdist.step.gradient_options import GradientOptions
@@ -89,10 +89,11 @@ def all_gather_parameters(views: Sequence[LocalShard], options: GradientOptions)
     for places in places_by(view.shard.group for view in views).values():
         found += buckets([(p, views[p].variable) for p in places], options.bucket_bytes)
     assigned: list[list] = []
+    most = max_in_flight(sharded=True) or len(found)
     for number, bucket in enumerate(found):
         some = [views[place] for place in bucket]
         # The old parameters of a bucket are freed before those of the next but one are gathered.
-        gone = assigned[-MAX_IN_FLIGHT_SHARDED] if number >= MAX_IN_FLIGHT_SHARDED else []
+        gone = assigned[-most] if number >= most else []
         with tf.control_dependencies(gone):
             own = [tf.identity(view.value) for view in some]
         arrays = all_gather_arrays(own, [view.shard for view in some], f"parameters/bucket{number}")

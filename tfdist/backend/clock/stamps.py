@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.utils import checks
 from tfdist.utils.temporary import attributes_set
 
@@ -94,7 +95,8 @@ class Stamps:
     def note(self, column: Column, value) -> None:
         """Adds a number: a tensor, or a cell that is written elsewhere."""
         if not isinstance(value, Cell):
-            value = tf.cast(value, tf.float64)
+            with devices.on_host():
+                value = tf.cast(value, tf.float64)
             if _current_graph() not in (None, self._graph):
                 # A tensor of an inner graph, such as that of a branch, is not available outside.
                 cell = Cell()
@@ -105,8 +107,9 @@ class Stamps:
 
     def row(self) -> tf.Tensor:
         """All numbers, in the order of `columns`; those of branches that did not run are old ones."""
-        each = [value.read() if isinstance(value, Cell) else value for value in self._values]
-        return tf.stack(each)
+        with devices.on_host():
+            each = [value.read() if isinstance(value, Cell) else value for value in self._values]
+            return tf.stack(each)
 
     def stamp(self, column: Column, after: Sequence) -> tf.Tensor:
         """Records when the last of some tensors is computed; no stamp is older than the first."""

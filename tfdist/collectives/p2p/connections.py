@@ -13,8 +13,6 @@ import secrets
 import socket
 import time
 
-import tensorflow as tf
-
 from tfdist.backend.native import TRANSPORT, functions
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
@@ -39,15 +37,14 @@ def with_p2p(engine: Engine) -> Engine:
         engine: A running engine, by which the ranks exchange their addresses.
 
     Returns:
-        An engine that wraps the given one. The engine itself if a rank does not have the library, has a
-        GPU, whose memory is not supported, or is unreachable; the result is the same on every rank, and
-        logged.
+        An engine that wraps the given one. The engine itself if a rank does not have the library, or is
+        unreachable; the result is the same on every rank, and logged.
     """
     if engine.size == 1:
         return engine
     groups = [tuple(range(engine.size)), *rank_sets(engine.mesh)]
     world = engine.group()
-    built = TRANSPORT.find() is not None and not tf.config.list_physical_devices("GPU")
+    built = TRANSPORT.find() is not None
     with contextlib.ExitStack() as stack:
         tcp = stack.enter_context(bind(engine.host_address()))
         unix = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -59,8 +56,8 @@ def with_p2p(engine: Engine) -> Engine:
         lacking = [rank for rank, card in enumerate(cards) if not card[0]]
         if lacking:
             _logger.info(
-                "Latency-critical collectives use %s: ranks %s have a GPU, or do not have the library "
-                "for peer-to-peer messages, which tfdist-install-horovod builds.",
+                "Latency-critical collectives use %s: ranks %s do not have the library for peer-to-peer "
+                "messages, which tfdist-install-horovod builds.",
                 engine.name,
                 lacking,
             )

@@ -20,6 +20,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.separate import caller_of_graph
 from tfdist.backend.native import TRANSPORT, functions
 from tfdist.collectives.engine import Engine, split_rows
@@ -79,11 +80,16 @@ class P2PEngine(Engine):
             return found
         return None
 
-    def transport(self, group, *, reduces=False):
-        """This engine for small groups, and for all-reduces in two levels over hosts."""
+    def uses_host(self, operation, dtype):
+        """As the inner engine does."""
+        return self.inner.uses_host(operation, dtype)
+
+    def transport(self, group, *, reduces=False, on_host=False):
+        """This engine for small groups, and for all-reduces in two levels over hosts; never for a GPU's memory."""
+        if not self.enabled or not (on_host or not devices.has_gpu()):
+            return self.inner
         is_hierarchical = reduces and self.hierarchy(group) is not None
-        is_own = self.enabled and (is_hierarchical or self._reaches(group.ranks))
-        return self if is_own else self.inner
+        return self if is_hierarchical or self._reaches(group.ranks) else self.inner
 
     @property
     def lane(self) -> str:
