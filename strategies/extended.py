@@ -14,6 +14,7 @@ from tfdist.backend.graph.arrival import after_arrival
 from tfdist.collectives import all_gather, all_reduce
 from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.data.first_batch import FirstBatch
+from tfdist.data.on_gpu import copied_ahead
 from tfdist.data.read_ahead import without_early_reads
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.step.context import DistributedStrategy, ReplicaContext
@@ -162,7 +163,9 @@ class ParallelExtended(OneDeviceExtended):
             if self._first_batch is not None:
                 dataset = self._first_batch.recorded(dataset)
         group, shares = self._parallel.row_group, self._parallel.row_shares
-        return self._own_tokens(shard_batches(dataset, group.size, group.rank, shares))
+        own = self._own_tokens(shard_batches(dataset, group.size, group.rank, shares))
+        # Measured shares are read when a step requests its batch.
+        return own if shares is not None else copied_ahead(own, self._device)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         group = self._parallel.row_group

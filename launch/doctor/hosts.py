@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, cast
 
 from tfdist.addons.planner import Link, Requirement
-from tfdist.addons.planner.memory import BUCKET_BYTES
+from tfdist.addons.planner.machines import BUCKET_BYTES
 from tfdist.addons.planner.quantities import as_seconds
 from tfdist.addons.planner.requirements import asked_of_link
 from tfdist.launch.doctor import far

@@ -6,7 +6,9 @@ elements.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -17,6 +19,7 @@ from tfdist.collectives.engine import Engine
 from tfdist.collectives.engine import shape_of as shape_of
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
+from tfdist.utils.temporary import attributes_set
 
 SEND_NAME = "send-recv"
 
@@ -27,6 +30,21 @@ _FLAT = {"all_reduce", "broadcast", "send"}
 _REDUCING = {"all_reduce", "reduce_scatter"}
 #: The users' names of variants.
 _NAMES = {"all_gather_uneven": "all_gather", "all_to_all_uneven": "all_to_all", "receive": "send"}
+
+
+class _Local(threading.local):
+    over_host: bool = False
+
+
+_local = _Local()
+
+
+def over_host() -> contextlib.AbstractContextManager[None]:
+    """Has collectives of this thread inside use the memory of the host also on ranks with GPUs.
+
+    NCCL requires one order of all collectives, which collectives beside those of the step do not have.
+    """
+    return attributes_set(_local, over_host=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +124,8 @@ def run(call: Call, tensor: tf.Tensor, *more):
 
 def _transport(operation: str, group: Group, dtype: tf.DType) -> tuple[Engine, bool]:
     """The engine that executes an operation, and whether its tensors are on the host beside a GPU."""
-    on_host = devices.has_gpu() and group.engine.uses_host(operation, dtype)
+    uses_host = _local.over_host or group.engine.uses_host(operation, dtype)
+    on_host = devices.has_gpu() and uses_host
     reduces = operation == "all_reduce"
     return group.engine.transport(group, reduces=reduces, on_host=on_host), on_host
 

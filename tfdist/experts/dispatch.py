@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.collectives import Group, all_to_all
 from tfdist.experts.permutation import Permutation, combine, gather_rows, reorder
 from tfdist.step.context import current_replica
@@ -65,12 +66,13 @@ class Exchange:
     def __init__(self, counts: tf.Tensor, group: Group, name: str):
         self._group, self._name = group, name
         own = counts.shape[0] // group.size
-        self._splits = tf.reduce_sum(tf.reshape(counts, [group.size, own]), axis=1)
-        arriving = all_to_all(counts, group, name=f"{name}/counts")
-        arriving = tf.reshape(arriving, [group.size, own])
-        self.counts = tf.reduce_sum(arriving, axis=0)
-        self._arriving = tf.reduce_sum(arriving, axis=1)
-        self._order = None if own == 1 else _by_expert(arriving)
+        with devices.on_host():
+            self._splits = tf.reduce_sum(tf.reshape(counts, [group.size, own]), axis=1)
+            arriving = all_to_all(counts, group, name=f"{name}/counts")
+            arriving = tf.reshape(arriving, [group.size, own])
+            self.counts = tf.reduce_sum(arriving, axis=0)
+            self._arriving = tf.reduce_sum(arriving, axis=1)
+            self._order = None if own == 1 else _by_expert(arriving)
 
     def dispatch(self, rows: tf.Tensor) -> tf.Tensor:
         """Sends rows [rows, width], in the order of experts; returns those of this rank's experts."""
@@ -81,7 +83,9 @@ class Exchange:
     def collect(self, rows: tf.Tensor) -> tf.Tensor:
         """Returns the result of each row to the rank that sent it, in the original order."""
         if self._order is not None:
-            rows = reorder(rows, tf.math.invert_permutation(self._order))
+            with devices.on_host():
+                order = tf.math.invert_permutation(self._order)
+            rows = reorder(rows, order)
         found, _ = all_to_all(rows, self._group, self._arriving, name=f"{self._name}/combine")
         found.set_shape([None, rows.shape[1]])
         return found

@@ -12,6 +12,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.collectives import all_reduce
 from tfdist.step.context import ReplicaContext, current_replica, role_of
 
@@ -62,11 +63,12 @@ class Tokens:
 
 def count_choices(experts: tf.Tensor, num_experts: int, tokens: Tokens) -> tf.Tensor:
     """How often each expert is chosen by the included tokens: float32, [num_experts]."""
-    if tokens.counted is not None:
-        experts = tf.where(tokens.counted[:, None], experts, num_experts)
-    size = num_experts + 1
-    counts = tf.math.bincount(tf.reshape(experts, [-1]), minlength=size, maxlength=size)
-    return tf.cast(tf.ensure_shape(counts, [size])[:num_experts], tf.float32)
+    with devices.on_host():
+        if tokens.counted is not None:
+            experts = tf.where(tokens.counted[:, None], experts, num_experts)
+        size = num_experts + 1
+        counts = tf.math.bincount(tf.reshape(experts, [-1]), minlength=size, maxlength=size)
+        return tf.cast(tf.ensure_shape(counts, [size])[:num_experts], tf.float32)
 
 
 def balance_loss(counts: tf.Tensor, probabilities: tf.Tensor, tokens: Tokens) -> tf.Tensor:
@@ -103,14 +105,15 @@ def balance_loss_of_sequences(
     num_experts, top_k = probabilities.shape[1], experts.shape[1]
     total = tf.shape(experts)[0]
     length = total // tf.maximum(num_sequences, 1)
-    sequence = tf.repeat(tf.range(num_sequences), length * top_k)
-    flat = tf.reshape(experts, [-1]) + sequence * num_experts
-    size = num_sequences * num_experts
-    if tokens.counted is not None:
-        flat = tf.where(tf.repeat(tokens.counted, top_k), flat, size)
-    # One more bin, for the excluded choices.
-    counts = tf.math.bincount(flat, minlength=size + 1, maxlength=size + 1)[:size]
-    counts = tf.cast(tf.reshape(counts, [num_sequences, num_experts]), tf.float32)
+    with devices.on_host():
+        sequence = tf.repeat(tf.range(num_sequences), length * top_k)
+        flat = tf.reshape(experts, [-1]) + sequence * num_experts
+        size = num_sequences * num_experts
+        if tokens.counted is not None:
+            flat = tf.where(tf.repeat(tokens.counted, top_k), flat, size)
+        # One more bin, for the excluded choices.
+        counts = tf.math.bincount(flat, minlength=size + 1, maxlength=size + 1)[:size]
+        counts = tf.cast(tf.reshape(counts, [num_sequences, num_experts]), tf.float32)
     shape = [num_sequences, length, num_experts]
     sums = tf.reduce_sum(tf.reshape(tokens.only(probabilities), shape), axis=1)
     rows, parts = tf.cast(num_sequences, tf.float32), 1.0

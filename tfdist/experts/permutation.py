@@ -11,6 +11,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
 
 
@@ -60,6 +61,9 @@ def sort_by_expert(
 ) -> Permutation:
     """Sorts choices by expert; those of one expert keep the order of tokens.
 
+    Beside a GPU this is done by the host, which needs the number of rows of each expert for the exchange: it waits
+    once for the choices.
+
     Args:
         experts: int32, [tokens, top_k].
         num_experts: The number of experts.
@@ -68,6 +72,11 @@ def sort_by_expert(
             for no limit.
         gates: float32, [tokens, top_k]; required with a capacity.
     """
+    with devices.on_host():
+        return _sorted(experts, num_experts, is_there, capacity, gates)
+
+
+def _sorted(experts, num_experts: int, is_there, capacity, gates) -> Permutation:
     flat = tf.reshape(experts, [-1])
     if is_there is not None:
         flat = tf.where(is_there, flat, num_experts)
@@ -150,7 +159,8 @@ def reorder(rows: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
 
     @custom_gradient
     def gather(x):
-        back = tf.math.invert_permutation(order)
+        with devices.on_host():
+            back = tf.math.invert_permutation(order)
         return tf.gather(x, order), lambda dy: tf.gather(dy, back)
 
     return gather(rows)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.compiling import needs_fixed_sizes
 from tfdist.backend.graph.dependence import is_independent_of_batch
 from tfdist.collectives import Group, all_gather
@@ -73,11 +74,12 @@ def _reduce_lookup(gradient: tf.IndexedSlices, group: Group, name: str) -> tf.In
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
     # Ranks with separate datasets may have sequences of different lengths.
     own = gradient.indices
-    are_equal = tf.cond(
-        tf.equal(tf.size(indices), tf.size(own) * group.size),
-        lambda: tf.reduce_all(tf.equal(tf.reshape(indices, [group.size, -1]), own[None])),
-        lambda: tf.constant(False),
-    )
+    with devices.on_host():
+        are_equal = tf.cond(
+            tf.equal(tf.size(indices), tf.size(own) * group.size),
+            lambda: tf.reduce_all(tf.equal(tf.reshape(indices, [group.size, -1]), own[None])),
+            lambda: tf.constant(False),
+        )
     parts = tf.concat([[group.size, -1], tf.shape(values)[1:]], axis=0)
     values, indices = tf.cond(
         are_equal,
@@ -99,13 +101,14 @@ def shard_of_rows(gradient: tf.IndexedSlices, shard: FlatShard) -> tf.IndexedSli
 
     Returns:
         Entries of the shard, with values of shape [entries] and indices in [0, share). Where XLA requires
-        fixed sizes, entries in other shards become zeros at index 0, which change no elementwise update,
-        norm or clipping.
+        fixed sizes, and on GPUs, entries in other shards become zeros at index 0, which change no elementwise
+        update, norm or clipping.
     """
     width = math.prod(shard.array_shape[1:])
     begin, end = shard.span
     rows, indices = tf.reshape(gradient.values, [-1, width]), tf.cast(gradient.indices, tf.int64)
-    has_fixed_sizes = needs_fixed_sizes()
+    # For a size that depends on values, the host waits for all that a GPU has to compute.
+    has_fixed_sizes = needs_fixed_sizes() or devices.has_gpu()
     if not has_fixed_sizes:
         near = tf.logical_and(indices >= begin // width, indices < math.ceil(end / width))
         rows, indices = tf.boolean_mask(rows, near), tf.boolean_mask(indices, near)

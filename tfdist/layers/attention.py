@@ -7,9 +7,11 @@ import math
 import keras
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.collectives.engine import shape_of
 from tfdist.context_parallel import KINDS, check_attention, check_whole_slices, context_attention
-from tfdist.context_parallel.blockwise import blockwise_attention
+from tfdist.context_parallel.blockwise import blockwise_attention, fits_whole
 from tfdist.layers.base import check_divides
 from tfdist.layers.dense import ColumnParallelDense, TwoProducts
 from tfdist.layers.dropout import Dropout
@@ -158,26 +160,32 @@ class ParallelMultiHeadAttention(TwoProducts):
         batch, time = tf.shape(fused)[0], fused.shape[1]
         time = tf.shape(fused)[1] if time is None else time
         fused = tf.reshape(fused, [batch, time, heads, queries + 2, size])
-        # [queries + 2, batch, heads, time, size]: parts along dim 0 are views, not copies. The gradient
-        # of slices would be a sum of tensors that are mostly zero.
-        fused = tf.transpose(fused, [3, 0, 2, 1, 4])
-        query, key, value = tf.split(fused, [queries, 1, 1])
-        key, value = tf.squeeze(key, 0), tf.squeeze(value, 0)
+        has_gpu = devices.has_gpu()
+        query, key, value = (_split_on_gpus if has_gpu else _split_on_cpus)(fused, queries)
         if self.rotary_base is not None:
             positions = tf.range(time) if tokens is None else tokens.positions()
             query, key = (_rotate(part, self.rotary_base, positions) for part in (query, key))
         is_long = isinstance(time, int) and time >= _LONG and not (training and self.dropout)
+        if is_long and has_gpu:
+            is_long = not fits_whole(inputs.shape[0], heads * queries, time, time)
         if is_long or tokens is not None:
-            query = tf.transpose(query, [1, 2, 0, 3, 4])
-            query = tf.reshape(query, [batch, heads * queries, time, size])
+            if not has_gpu:
+                query = tf.transpose(query, [1, 2, 0, 3, 4])
+                query = tf.reshape(query, [batch, heads * queries, time, size])
             attended = self._attend_by_blocks(query, key, value, attention_mask, tokens)
+            attended = tf.transpose(attended, [0, 2, 1, 3])
+        elif has_gpu:
+            if queries > 1:
+                key, value = tf.repeat(key, queries, axis=1), tf.repeat(value, queries, axis=1)
+            attended = self._attend(query, key, value, _expanded(attention_mask), training)
             attended = tf.transpose(attended, [0, 2, 1, 3])
         else:
             query = tf.reshape(query, [queries * batch, heads, time, size])
+            mask, repeat = _expanded(attention_mask), [queries, 1, 1, 1]
             if queries > 1:
-                repeat = [queries, 1, 1, 1]
                 key, value = tf.tile(key, repeat), tf.tile(value, repeat)
-            attended = self._attend(query, key, value, attention_mask, training)
+                mask = None if mask is None else tf.tile(mask, repeat)
+            attended = self._attend(query, key, value, mask, training)
             attended = tf.reshape(attended, [queries, batch, heads, time, size])
             attended = tf.transpose(attended, [1, 3, 2, 0, 4])
         attended = tf.reshape(attended, [batch, time, heads * queries * size])
@@ -189,7 +197,7 @@ class ParallelMultiHeadAttention(TwoProducts):
     def _attend_by_blocks(self, query, key, value, attention_mask, tokens):
         """Computes the same as `_attend` for queries [batch, heads, time, size], without all scores at once."""
         if tokens is None or self._tokens_group is None:
-            mask = None if attention_mask is None else tf.cast(attention_mask, tf.bool)[:, None]
+            mask = _expanded(attention_mask)
             return blockwise_attention(query, key, value, causal=self.causal, mask=mask)
         return context_attention(
             query,
@@ -204,7 +212,7 @@ class ParallelMultiHeadAttention(TwoProducts):
             name=self.name,
         )
 
-    def _attend(self, query, key, value, attention_mask, training):
+    def _attend(self, query, key, value, mask, training):
         """The output for queries, keys and values of shape [..., heads, time, size].
 
         A separate method for `recompute(..., "selective")`; attention by blocks always recomputes its
@@ -212,30 +220,60 @@ class ParallelMultiHeadAttention(TwoProducts):
         """
         query *= 1.0 / math.sqrt(self.key_dim)
         scores = tf.matmul(query, key, transpose_b=True)
-        scores = self._mask(scores, attention_mask)
+        scores = self._mask(scores, mask)
         weights = tf.nn.softmax(scores) if scores.dtype.size > 2 else _narrow_softmax(scores)
         weights = self.attention_dropout(weights, training=training)
         attended = tf.matmul(weights, value)
-        if attention_mask is None:
+        if mask is None:
             return attended
         highest = tf.reduce_max(scores, axis=-1, keepdims=True)
         return tf.where(highest > scores.dtype.min / 8, attended, tf.zeros_like(attended))
 
-    def _mask(self, scores, attention_mask):
+    def _mask(self, scores, mask):
         # Finite, so that a row that sees nothing is not NaN.
         lowest = scores.dtype.min / 2
         if self.causal:
             time = tf.shape(scores)[-1]
             seen = tf.linalg.band_part(tf.ones([time, time], tf.bool), -1, 0)
             scores += tf.where(seen, tf.zeros([], scores.dtype), lowest)
-        if attention_mask is not None:
-            seen = tf.tile(tf.cast(attention_mask, tf.bool)[:, None], [self._queries, 1, 1, 1])
-            scores += tf.where(seen, tf.zeros([], scores.dtype), lowest / 2)
+        if mask is not None:
+            scores += tf.where(mask, tf.zeros([], scores.dtype), lowest / 2)
         return scores
 
     def compute_output_shape(self, inputs_shape, attention_mask_shape=None):
         """The shape of the input."""
         return inputs_shape
+
+
+def _split_on_cpus(fused, queries: int) -> tuple:
+    """Queries [queries, batch, heads, time, size], keys and values [batch, heads, time, size].
+
+    One transpose, after which parts along dim 0 are views and not copies. The gradient of slices would be a sum of
+    tensors that are mostly zero.
+
+    Args:
+        fused: Shape [batch, time, heads, queries + 2, size].
+        queries: The number of query heads of a key/value head.
+    """
+    query, key, value = tf.split(tf.transpose(fused, [3, 0, 2, 1, 4]), [queries, 1, 1])
+    return query, tf.squeeze(key, 0), tf.squeeze(value, 0)
+
+
+def _split_on_gpus(fused, queries: int) -> list:
+    """Queries [batch, heads * queries, time, size], keys and values [batch, heads, time, size].
+
+    A GPU has fast kernels for transposes of up to three adjacent groups of dims, and not of five dims.
+    """
+    batch, time, heads, _, size = shape_of(fused)
+    parts = tf.split(fused, [queries, 1, 1], axis=3)
+    counts = [heads * queries, heads, heads]
+    flat = [tf.reshape(p, [batch, time, c, size]) for p, c in zip(parts, counts, strict=True)]
+    return [tf.transpose(part, [0, 2, 1, 3]) for part in flat]
+
+
+def _expanded(attention_mask):
+    """A mask [batch, time or 1, time] as bool, with a dim for the heads."""
+    return None if attention_mask is None else tf.cast(attention_mask, tf.bool)[:, None]
 
 
 @custom_gradient

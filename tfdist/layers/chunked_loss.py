@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.products import Product
 from tfdist.collectives import Group, all_reduce
@@ -132,10 +133,13 @@ class _Chunks:
 
     def logit_gradient(self, logits, labels, lse):
         """Probabilities, minus 1 at the label."""
-        if self.group is None:
+        if self.group is None and not devices.has_gpu():
             return tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(
                 features=logits, labels=labels
             ).backprop
+        if self.group is None:
+            # On GPUs the operation above raises an error if operations have to be deterministic.
+            return tf.nn.softmax(logits) - tf.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
         place, own = own_ids(labels, logits.shape[-1], self.group)
         # -1 is not a class: the row is zero if another rank has the label.
         hot = tf.one_hot(tf.where(own, place, -1), logits.shape[-1], dtype=logits.dtype)

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.attributes import attention_core
-from tfdist.context_parallel.blockwise import blockwise_attention
+from tfdist.context_parallel.blockwise import blockwise_attention, fits_whole
 from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.attention_cores import AttentionCore, core_of
 from tfdist.tensor_parallel.attributes import returns_scores
@@ -98,5 +98,7 @@ def _is_long(query, key) -> bool:
     """Whether there are many scores, or an unknown number of them."""
     if query.shape.rank != 4 or None in (query.shape[2], query.shape[3], key.shape[2]):
         return False
-    lengths = (query.shape[1], key.shape[1])
-    return None in lengths or lengths[0] * lengths[1] > _FEW
+    queries, keys = query.shape[1], key.shape[1]
+    if None in (queries, keys):
+        return True
+    return queries * keys > _FEW and not fits_whole(query.shape[0], query.shape[2], queries, keys)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import threading
+from typing import Any
 
 import psutil
 import tensorflow as tf
@@ -96,6 +99,39 @@ class PeakMemory:
         self._over.set()
         self._thread.join()
         self.peak = max(self.peak, bytes_in_use())
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def driver_bytes() -> int | None:
+    """The bytes in use on this rank's GPU by the driver's count; None without a GPU.
+
+    TensorFlow's allocator does not count what NCCL and CUDA allocate beside it, nor other programs on the GPU.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    number = gpus[0].name.rpartition(":")[2]
+    if int(number) < len(visible) and visible[int(number)]:
+        number = visible[int(number)]
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle, memory = ctypes.c_void_p(), _NvmlMemory()
+    find = driver.nvmlDeviceGetHandleByUUID
+    name: Any = number.encode()
+    if number.isdigit():
+        find, name = driver.nvmlDeviceGetHandleByIndex_v2, int(number)
+    calls = (
+        lambda: driver.nvmlInit_v2(),
+        lambda: find(name, ctypes.byref(handle)),
+        lambda: driver.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)),
+    )
+    return None if any(call() for call in calls) else int(memory.used)
 
 
 def most_bytes() -> float:

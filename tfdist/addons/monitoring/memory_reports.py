@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from tabulate import tabulate
 
-from tfdist.addons.monitoring.memory import PeakMemory
+from tfdist.addons.monitoring.memory import PeakMemory, driver_bytes
 from tfdist.backend.keras.attributes import stored_value
 from tfdist.backend.keras.functional import trace_graph
 from tfdist.backend.kernels import enabling_kernels
@@ -126,6 +126,9 @@ def memory_report(
         found.append(MemoryRow("activations", None, activations, None))
     if step_peak is not None:
         found.append(MemoryRow("additional peak of a step", None, None, step_peak))
+    on_gpu = driver_bytes()
+    if on_gpu is not None:
+        found.append(MemoryRow("GPU, by its driver", None, None, on_gpu))
     return MemoryReport(0 if strategy is None else strategy.mesh.rank, tuple(found))
 
 

@@ -10,6 +10,11 @@ from tfdist.utils import checks
 from tfdist.utils.quantities import read_bytes
 
 _MOST_RANKS = 1 << 24
+#: Bytes of a bucket of gradients on CPUs.
+BUCKET_BYTES = 4 << 20
+#: NCCL's memory for a group that was used: 0.3 to 1.6 GB were reported (NVIDIA/nccl issues 864, 986 and 1685).
+#: Not measured here.
+_OF_GPUS = {"group_bytes": 0.4e9, "bucket_bytes": 64 << 20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +186,8 @@ class Machine:
         layer_seconds: Overhead of a layer in each direction, in seconds.
         step_seconds: Overhead of a step, in seconds.
         base_bytes: Bytes of a rank's process before a model is built.
+        group_bytes: Bytes that the library of collectives allocates for each group of ranks.
+        bucket_bytes: Bytes of a bucket of gradients; see `bucket_mib` of the strategies.
         fragmentation: Bytes that the allocator reserves, relative to the bytes requested.
         memory_margin: The share of its bytes by which a layout must stay below the limit to fit.
         watts: Power of a rank at full load; None if unknown.
@@ -212,6 +219,8 @@ class Machine:
     layer_seconds: float = 0.0
     step_seconds: float = 0.0
     base_bytes: float = 0.0
+    group_bytes: float = 0.0
+    bucket_bytes: float = BUCKET_BYTES
     fragmentation: float = 1.0
     memory_margin: float = 0.0
     watts: float | None = None
@@ -226,7 +235,7 @@ class Machine:
             raise checks.refuse("flops", self.flops, "a dict of FLOP/s by dtype, not empty")
         for dtype, rate in self.flops.items():
             checks.number(f"flops[{dtype!r}]", rate, above=0)
-        for name in ("memory", "memory_bandwidth"):
+        for name in ("memory", "memory_bandwidth", "bucket_bytes"):
             checks.number(name, getattr(self, name), above=0)
         checks.instance("inside", self.inside, Link, "a tfdist.addons.planner.Link")
         for name in ("between", "bulk"):
@@ -240,7 +249,7 @@ class Machine:
             checks.number(name, getattr(self, name), above=0, maximum=1)
         checks.number("overlap", self.overlap, minimum=0, maximum=1)
         checks.one_of("algorithm", self.algorithm, ("best", "ring", "tree", "two-level"))
-        for name in ("crowding", "layer_seconds", "step_seconds", "base_bytes"):
+        for name in ("crowding", "layer_seconds", "step_seconds", "base_bytes", "group_bytes"):
             checks.number(name, getattr(self, name), minimum=0)
         checks.number("fragmentation", self.fragmentation, minimum=1)
         checks.number("memory_margin", self.memory_margin, minimum=0)
@@ -299,6 +308,7 @@ def machine(device: str, **changes: Any) -> Machine:
         "inside": Link(3.4e-6, found.link),
         "between": Link(14e-6, found.network),
         "ranks_per_host": found.per_host,
+        **({} if found.name.startswith("tpu") else _OF_GPUS),
         "watts": found.watts,
         "name": found.name,
         "source": found.source,

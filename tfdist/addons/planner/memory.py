@@ -11,9 +11,6 @@ from tfdist.addons.planner.machines import Machine
 from tfdist.addons.planner.parts import Part
 from tfdist.addons.planner.stages import Stage
 
-#: Size of a gradient bucket; see `bucket_mib` of the strategies.
-BUCKET_BYTES = 4 << 20
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -28,7 +25,7 @@ class Memory:
         working: Temporary tensors: gradients of activations, and recomputed activations.
         buffers: Communication buffers of gradients, and parameters gathered for a layer.
         allocator: Bytes that the allocator reserves beyond those requested.
-        process: Bytes of the process before a model is built.
+        process: Bytes of the process before a model is built, and of its groups of ranks.
         gradients_follow: Whether gradients replace activations, so that only the larger of the two
             counts: with one forward and one backward pass per step.
     """
@@ -188,7 +185,7 @@ def rank_memory(
         place: Position of the rank on the axis.
         parts: Bytes and parameters of each part on the rank.
         layout: The layout.
-        machine: The machine, for `base_bytes` and `fragmentation`.
+        machine: The machine, for the bytes of a process, a group and a bucket, and `fragmentation`.
     """
     precision, sharers = layout.precision, layout.data * layout.context
     one_pass = layout.num_microbatches == 1 and layout.accumulation == 1
@@ -217,7 +214,8 @@ def rank_memory(
         copies = max(copied - gradients, 0.0) if one_pass else copied
     buffers = 0.0
     if sharers * layout.expert > 1 and keras:
-        bucket = min(max(BUCKET_BYTES, precision.sent * largest / 4), precision.sent * dense)
+        least = max(machine.bucket_bytes, precision.sent * largest / 4)
+        bucket = min(least, precision.sent * dense)
         buffers = (2 if zero else 4) * bucket
     if gathers_all:
         buffers += precision.parameter * whole
@@ -232,13 +230,20 @@ def rank_memory(
         working=again + gradient,
         buffers=buffers,
         allocator=0.0,
-        process=machine.base_bytes,
+        process=machine.base_bytes + machine.group_bytes * num_groups(layout),
         gradients_follow=one_pass and keras,
     )
     if machine.fragmentation == 1:
         return found
     asked = found.total - found.process
     return dataclasses.replace(found, allocator=(machine.fragmentation - 1) * asked)
+
+
+def num_groups(layout: Layout) -> int:
+    """The number of groups in which a rank has collectives: of each axis, of neighbors in a pipeline, and all."""
+    sizes = (layout.data, layout.tensor, layout.context, layout.expert, layout.pipeline)
+    axes = sum(size > 1 for size in sizes)
+    return axes + (axes > 1) + (layout.pipeline > 2)
 
 
 def _gradient_bytes(part: Part, layout: Layout, rows: float) -> float:

@@ -11,7 +11,6 @@ from tfdist.addons.planner.communication import way
 from tfdist.addons.planner.estimates import Estimate
 from tfdist.addons.planner.goodput import required_bandwidth
 from tfdist.addons.planner.machines import Link, Machine
-from tfdist.addons.planner.memory import BUCKET_BYTES
 from tfdist.addons.planner.quantities import as_seconds
 from tfdist.utils import checks
 
@@ -109,7 +108,7 @@ def requirement(estimate: Estimate, machine: Machine) -> Requirement | None:
         return None
     seconds = estimate.seconds
     busy = seconds["compute"] + seconds["bubble"] + seconds["optimizer"] + seconds["other"]
-    buckets = max(math.ceil(size / BUCKET_BYTES), 1) * passes
+    buckets = max(math.ceil(size / machine.bucket_bytes), 1) * passes
     asked = asked_of_link(size * sums * passes, buckets, ranks, link, busy, estimate.step_seconds)
     return dataclasses.replace(
         asked,

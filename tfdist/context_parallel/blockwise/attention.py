@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.context_parallel.blockwise.grid import Settings, Visibility, size_of
 from tfdist.context_parallel.blockwise.passes import attention_gradients, attention_parts
@@ -16,6 +17,11 @@ from tfdist.utils import checks
 #: Blocks of many queries are faster, since the gradients of keys and values are products with a sum
 #: over queries; small blocks are more often skipped, because nothing in them is seen.
 _BLOCK, _CAUSAL_BLOCK = (1024, 256), (256, 256)
+#: The same on GPUs, where a small block costs the time of its start.
+_BLOCK_ON_GPUS = (1024, 1024)
+#: The memory of all scores, with that of the backward pass, up to which a GPU computes them at once, and the
+#: batch size that is assumed where a graph does not know it.
+_WHOLE_BYTES, _BYTES_OF_A_SCORE, _ASSUMED_BATCH = 2 << 30, 6, 8
 
 
 def blockwise_attention(
@@ -38,7 +44,7 @@ def blockwise_attention(
 
     Args:
         query: Shape [batch, heads, time, size], of a floating dtype. Batch and time may be unknown in
-            a graph. float16 and bfloat16 are cast to float32.
+            a graph. float16 and bfloat16 are cast to float32 on CPUs; on GPUs only scores and sums are.
         key: Shape [batch, key_heads, key_time, size]. `heads` is a multiple of `key_heads`: consecutive
             query heads share a key head (grouped-query attention, Ainslie et al. 2023).
         value: Shape [batch, key_heads, key_time, value_size].
@@ -50,7 +56,7 @@ def blockwise_attention(
         scale: The factor of scores; None for 1 / sqrt(size).
         soft_cap: None, or c: scores s become c tanh(s / c).
         block_size: The maximum numbers of queries and keys in a block, one number or two; None for sizes
-            that are fast on CPUs.
+            that are fast on the device.
         return_lse: Whether the log-sum-exp is returned too.
 
     Returns:
@@ -140,13 +146,28 @@ def _check_shapes(query, key, value) -> None:
 
 
 def default_settings(scale: float, *, by_query: bool) -> Settings:
-    """Settings with block sizes that are fast on CPUs.
+    """Settings with block sizes that are fast on this rank's device.
 
     Args:
         scale: The factor of scores.
         by_query: Whether different queries see different keys.
     """
+    if devices.has_gpu():
+        return Settings(scale, None, *_BLOCK_ON_GPUS)
     return Settings(scale, None, *(_CAUSAL_BLOCK if by_query else _BLOCK))
+
+
+def fits_whole(batch: int | None, heads: int, queries: int, keys: int) -> bool:
+    """Whether plain products of all queries and keys are faster than blocks: on a GPU, if the scores fit.
+
+    Args:
+        batch: The number of sequences; None if unknown.
+        heads: The number of query heads.
+        queries: The number of queries of a sequence.
+        keys: The number of keys of a sequence.
+    """
+    scores = (batch or _ASSUMED_BATCH) * heads * queries * keys
+    return devices.has_gpu() and scores * _BYTES_OF_A_SCORE <= _WHOLE_BYTES
 
 
 def _block_sizes(block_size) -> tuple[int, int]:

@@ -22,7 +22,7 @@ def attend_block(query, key, value, *, bias=None, soft_cap: float | None = None)
     """Attends to the keys of one block.
 
     Args:
-        query: Shape [..., rows, size], of float32 or float64, scaled.
+        query: Shape [..., rows, size], scaled.
         key: Shape [..., columns, size].
         value: Shape [..., columns, value_size].
         bias: None, or an addend of scores, broadcastable to [..., rows, columns]: 0 where a row sees a
@@ -35,7 +35,7 @@ def attend_block(query, key, value, *, bias=None, soft_cap: float | None = None)
     """
     scores, _ = scores_of(query, key, bias, soft_cap)
     weights, lse = _softmax(scores)
-    out = tf.matmul(weights, value)
+    out = product(weights, value)
     if bias is None:
         return out, lse
     sees = lse > LOWEST / 2
@@ -88,12 +88,19 @@ def block_gradients(query, key, gradient, exponents, weight_gradient, *, bias=No
     else:
         weights = tf.exp(exponents)
         score_gradient = weights * weight_gradient
-    value_gradient = tf.matmul(weights, gradient, transpose_a=True)
+    value_gradient = product(weights, gradient, transpose_a=True)
     if slope is not None:
         score_gradient *= slope
-    query_gradient = tf.matmul(score_gradient, key)
-    key_gradient = tf.matmul(score_gradient, query, transpose_a=True)
+    query_gradient = product(score_gradient, key)
+    key_gradient = product(score_gradient, query, transpose_a=True)
     return query_gradient, key_gradient, value_gradient
+
+
+def product(first, second, **transposed) -> tf.Tensor:
+    """A product of factors in the narrower of their dtypes; of 16-bit factors it is cast to float32."""
+    narrow = min(first.dtype, second.dtype, key=lambda dtype: dtype.size)
+    found = tf.matmul(tf.cast(first, narrow), tf.cast(second, narrow), **transposed)
+    return tf.cast(found, tf.float32) if narrow.size < tf.float32.size else found
 
 
 def finite(lse):
@@ -118,7 +125,7 @@ def _softmax(scores):
 
 def scores_of(query, key, bias, soft_cap: float | None):
     """Scores, and the slope of the cap at each; None without a cap."""
-    scores = tf.matmul(query, key, transpose_b=True)
+    scores = product(query, key, transpose_b=True)
     slope = None
     if soft_cap is not None:
         capped = tf.tanh(scores / soft_cap)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.context_parallel.blockwise.blocks import LOWEST
 
 #: If there are several blocks, their size is a multiple of this.
@@ -132,15 +133,18 @@ class Grid:
     Attributes:
         rows: The split of the queries.
         columns: The split of the keys.
-        dtype: The dtype of the computation.
+        dtype: The dtype of scores and sums.
+        narrow: The dtype of the factors of products: on a GPU, that of the inputs.
     """
 
     def __init__(self, query, key, seen: Visibility, settings: Settings):
         self.dtype = tf.float64 if query.dtype == tf.float64 else tf.float32
+        self.narrow = query.dtype if devices.has_gpu() else self.dtype
         self._heads, self._groups, self._seen = query.shape[1], key.shape[1], seen
         self.rows = Cut(query, self._groups, settings.rows)
         self.columns = Cut(key, self._groups, settings.columns)
         self._mask = None if seen.mask is None else self._prepared(seen.mask)
+        self._places = [_places(cut.size) for cut in (self.rows, self.columns)]
 
     def columns_seen(self, row):
         """The number of blocks of keys, starting with the first, that a block of queries sees."""
@@ -191,12 +195,12 @@ class Grid:
 
     def _unmasked(self, begin, first):
         """Which keys are seen without the mask: [rows or 1, columns]."""
-        columns = first + tf.range(self.columns.size)
-        visible = columns[None, :] < self.columns.length
+        rows, columns = self._places
+        visible = columns[None, :] < _float(self.columns.length - first)
         if not self._seen.causal:
             return visible
-        rows = begin + tf.range(self.rows.size) + self._seen.query_offset
-        return tf.logical_and(visible, columns[None, :] <= rows[:, None])
+        shift = _float(begin + self._seen.query_offset - first)
+        return tf.logical_and(visible, columns[None, :] <= rows[:, None] + shift)
 
     def _masked(self, begin, first):
         """Which keys are seen: [batch or 1, groups or 1, heads of a group or 1, rows or 1, columns]."""
@@ -236,6 +240,15 @@ class Grid:
             if not (isinstance(static, int) and static == 1):
                 mask = cut.filled(mask, axis)
         return mask
+
+
+def _places(size) -> tf.Tensor:
+    """0, 1, ... as float32, which a GPU counts and compares; it leaves ints to the host."""
+    return tf.cumsum(tf.ones([size], tf.float32), exclusive=True)
+
+
+def _float(value):
+    return float(value) if isinstance(value, int) else tf.cast(value, tf.float32)
 
 
 def _clip(value, most):

@@ -11,11 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.context_parallel.blockwise.blocks import (
     attend_block,
     block_gradients,
     finite,
     merge,
+    product,
     scores_of,
 )
 from tfdist.context_parallel.blockwise.grid import Grid, Settings, Visibility
@@ -37,26 +39,26 @@ def attention_parts(query, key, value, seen: Visibility, settings: Settings):
         `merge` combines the results for several sets of keys.
     """
     grid = Grid(query, key, seen, settings)
-    dtype = grid.dtype
+    dtype, narrow = grid.dtype, grid.narrow
     queries = grid.rows.blocks(query)
     keys, values = grid.columns.blocks(key), grid.columns.blocks(value)
 
     def row(i, outs, lses):
-        scaled = tf.cast(queries(i), dtype) * settings.scale
+        scaled = tf.cast(queries(i), narrow) * settings.scale
 
         def pair(j, *found):
-            key, value = tf.cast(keys(j), dtype), tf.cast(values(j), dtype)
+            key, value = tf.cast(keys(j), narrow), tf.cast(values(j), narrow)
             again = grid.with_bias(
                 i,
                 j,
                 lambda bias: attend_block(
                     scaled, key, value, bias=bias, soft_cap=settings.soft_cap
                 ),
-                lambda: _nothing(scaled, value.shape[-1]),
+                lambda: _nothing(scaled, value.shape[-1], dtype),
             )
             return merge(found, again) if found else again
 
-        out, lse = _nothing(scaled, value.shape[-1])
+        out, lse = _nothing(scaled, value.shape[-1], dtype)
         seen_columns = grid.columns_seen(i)
         if isinstance(seen_columns, int) and seen_columns == 1:
             out, lse = pair(0)
@@ -91,9 +93,10 @@ def attention_gradients(
     """
     grid = Grid(query, key, seen, settings)
     dtype = grid.dtype
-    query, key, value, gradient, lse, delta = (
-        tf.cast(tensor, dtype) for tensor in (query, key, value, gradient, lse, delta)
+    query, key, value, gradient = (
+        tf.cast(tensor, grid.narrow) for tensor in (query, key, value, gradient)
     )
+    lse, delta = tf.cast(lse, dtype), tf.cast(delta, dtype)
     query *= settings.scale
     # By block: query and gradient; key. Then the factors of the products of a pair.
     rows, columns = [query, gradient], [key]
@@ -120,7 +123,7 @@ def attention_gradients(
                 i,
                 j,
                 lambda bias: compute(of_row, of_column, bias),
-                lambda: (tf.zeros_like(of_row[0]), tf.zeros_like(key), tf.zeros_like(value)),
+                lambda: [tf.zeros_like(each, dtype) for each in (of_row[0], key, value)],
             )
             if not is_one:
                 of_query += query_gradients.read(i)
@@ -131,7 +134,7 @@ def attention_gradients(
             grid.first_row(j),
             grid.rows.number,
             pair,
-            (query_gradients, tf.zeros_like(key), tf.zeros_like(value)),
+            (query_gradients, tf.zeros_like(key, dtype), tf.zeros_like(value, dtype)),
         )
         return query_gradients, key_gradients.write(j, of_key), value_gradients.write(j, of_value)
 
@@ -152,7 +155,7 @@ def _pair(of_row, of_column, bias, soft_cap):
     query, gradient, lse, delta = of_row
     key, value = of_column
     scores, slope = scores_of(query, key, None, soft_cap)
-    weight_gradient = tf.matmul(gradient, value, transpose_b=True) - delta
+    weight_gradient = product(gradient, value, transpose_b=True) - delta
     exponents = scores - finite(lse)
     return block_gradients(query, key, gradient, exponents, weight_gradient, bias=bias, slope=slope)
 
@@ -168,13 +171,13 @@ def _folded_pair(of_row, of_column, bias):
 
 def _products_are_exact(dtype) -> bool:
     """Whether products keep the precision of their factors, which GPUs with TensorFloat-32 do not."""
-    return dtype == tf.float64 or not tf.config.list_logical_devices("GPU")
+    return dtype == tf.float64 or not devices.has_gpu()
 
 
-def _nothing(query, value_size: int):
+def _nothing(query, value_size: int, dtype):
     """The result for an empty set of keys."""
-    out = tf.zeros_like(query[..., :1])
-    lse = tf.fill(tf.shape(out), tf.constant(float("-inf"), query.dtype))
+    out = tf.zeros_like(query[..., :1], dtype)
+    lse = tf.fill(tf.shape(out), tf.constant(float("-inf"), dtype))
     lse.set_shape(out.shape)
     return tf.repeat(out, value_size, axis=-1), lse
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdist.addons.recommenders.sharded_embedding.placement import Placement
+from tfdist.backend import devices
 from tfdist.collectives import Group, all_to_all
 from tfdist.sharding.parts import Slice
 
@@ -99,28 +100,31 @@ def look_up(
     Returns:
         The vectors of each lookup, of shape [ids, width].
     """
-    ids_dtype = tf.int64 if any(each.ids.dtype == tf.int64 for each in lookups) else tf.int32
-    asked, places = zip(*(each.parts() for each in lookups), strict=True)
-    # The number of ids of each table for each rank.
-    counts = tf.stack([tf.stack([tf.size(part) for part in parts]) for parts in asked], axis=1)
-    error = tf.reshape(error, [-1])
-    head = len(lookups) + error.shape[0]
-    message = []
-    for rank in range(group.size):
-        header = tf.concat([counts[rank], error], axis=0)
-        message += [tf.cast(part, ids_dtype) for part in (header, *(p[rank] for p in asked))]
-    splits = head + tf.reduce_sum(counts, axis=1)
-    received, sizes = all_to_all(tf.concat(message, axis=0), group, splits, name=f"{name}/ids")
+    with devices.on_host():
+        ids_dtype = tf.int64 if any(each.ids.dtype == tf.int64 for each in lookups) else tf.int32
+        asked, places = zip(*(each.parts() for each in lookups), strict=True)
+        # The number of ids of each table for each rank.
+        counts = tf.stack([tf.stack([tf.size(part) for part in parts]) for parts in asked], axis=1)
+        error = tf.reshape(error, [-1])
+        head = len(lookups) + error.shape[0]
+        message = []
+        for rank in range(group.size):
+            header = tf.concat([counts[rank], error], axis=0)
+            message += [tf.cast(part, ids_dtype) for part in (header, *(p[rank] for p in asked))]
+        splits = head + tf.reduce_sum(counts, axis=1)
+        received, sizes = all_to_all(tf.concat(message, axis=0), group, splits, name=f"{name}/ids")
 
-    starts = tf.cumsum(sizes, exclusive=True)
-    headers = tf.cast(tf.gather(received, starts[:, None] + tf.range(head)[None]), tf.int32)
-    checked = check(headers[:, len(lookups) :])
-    with tf.control_dependencies([] if checked is None else [checked]):
-        wanted = tf.identity(headers[:, : len(lookups)])
-    pieces = _split(received, tf.concat([tf.fill([group.size, 1], head), wanted], axis=1))
+        starts = tf.cumsum(sizes, exclusive=True)
+        headers = tf.cast(tf.gather(received, starts[:, None] + tf.range(head)[None]), tf.int32)
+        checked = check(headers[:, len(lookups) :])
+        with tf.control_dependencies([] if checked is None else [checked]):
+            wanted = tf.identity(headers[:, : len(lookups)])
+        pieces = _split(received, tf.concat([tf.fill([group.size, 1], head), wanted], axis=1))
     replies: list[list[tf.Tensor]] = [[] for _ in range(group.size)]
     for number, each in enumerate(lookups):
-        rows = tf.gather(each.table, tf.concat([some[number + 1] for some in pieces], axis=0))
+        with devices.on_host():
+            own = tf.concat([some[number + 1] for some in pieces], axis=0)
+        rows = tf.gather(each.table, own)
         rows = tf.split(tf.cast(rows, dtype), wanted[:, number], num=group.size)
         for reply, some in zip(replies, rows, strict=True):
             reply.append(tf.reshape(some, [-1]))

@@ -18,6 +18,7 @@ from tfdist.addons.recommenders.sharded_embedding.draws import SliceDrawn
 from tfdist.addons.recommenders.sharded_embedding.errors import error_of, raise_errors
 from tfdist.addons.recommenders.sharded_embedding.exchange import Lookup, look_up
 from tfdist.addons.recommenders.sharded_embedding.placement import place_tables, placement_report
+from tfdist.backend import devices
 from tfdist.backend.graph.compiling import check_sizes_may_change
 from tfdist.collectives import Group
 from tfdist.sharding.updates import needs_rows
@@ -126,10 +127,12 @@ class ShardedEmbedding(keras.layers.Layer):
         self._check_inputs(inputs, weights)
         replica = current_replica()
         is_absent = None if replica is None else replica.has_padding
-        bags = [
-            bags_of(feature, inputs[feature.name], (weights or {}).get(feature.name), is_absent)
-            for feature in self.features
-        ]
+        # Ids, and the sizes that depend on them, are the host's.
+        with devices.on_host():
+            bags = [
+                bags_of(feature, inputs[feature.name], (weights or {}).get(feature.name), is_absent)
+                for feature in self.features
+            ]
         vectors = self._vectors(bags, replica, training)
         dtype = tf.as_dtype(self.compute_dtype)
         return {
@@ -140,7 +143,8 @@ class ShardedEmbedding(keras.layers.Layer):
     def _vectors(self, bags: Sequence[Bags], replica: ReplicaContext | None, training) -> list:
         """The vectors of the ids of each feature."""
         dtype = tf.as_dtype(self.compute_dtype)
-        error, ids = error_of(self.features, [bag.ids for bag in bags])
+        with devices.on_host():
+            error, ids = error_of(self.features, [bag.ids for bag in bags])
         if self._group is None:
             raise_errors(self, error[None], None)
             return [
@@ -156,10 +160,11 @@ class ShardedEmbedding(keras.layers.Layer):
         adds_up = _adds_up(step, training)
         lookups, expand = [], []
         for table, placement, some in zip(self._tables, self._placements, places, strict=True):
-            joined = tf.concat([ids[place] for place in some], axis=0)
-            if adds_up:
-                joined, index = tf.unique(joined)
-                expand.append(index)
+            with devices.on_host():
+                joined = tf.concat([ids[place] for place in some], axis=0)
+                if adds_up:
+                    joined, index = tf.unique(joined)
+                    expand.append(index)
             variable = self._weights_of[table.name].value
             lookups.append(Lookup(variable, placement, joined, table.embedding_dim))
         # Gradients are sent in the dtype of the variables: one process would not round them.

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.addons.slow_links.local_sgd.background import Background
 from tfdist.addons.slow_links.local_sgd.local import LocalOptimizer
 from tfdist.addons.slow_links.local_sgd.local_state import when
+from tfdist.collectives.run import over_host
 from tfdist.utils import checks
 
 #: This rank's pseudo-gradients that are being averaged.
@@ -154,7 +155,7 @@ class DiLoCo(LocalOptimizer):
             self.slot(_SENT, place).assign(delta)
 
         def begin(*own):
-            self._background.start(number, lambda: self.averaged(own)[0])
+            self._background.start(number, lambda: self._averaged_beside(own))
 
         tf.py_function(begin, deltas, [])
 
@@ -165,7 +166,7 @@ class DiLoCo(LocalOptimizer):
             if self._background.is_running(number):
                 return self._background.result(number)
             # Training was resumed in between, so no average was started.
-            return self.averaged(own)[0]
+            return self._averaged_beside(own)
 
         sent = [tf.convert_to_tensor(self.slot(_SENT, place).value) for place in places]
         means = tf.py_function(fetch, sent, [each.dtype for each in sent]) if sent else []
@@ -175,6 +176,11 @@ class DiLoCo(LocalOptimizer):
             return self.mixing * own + (1.0 - self.mixing) * new
 
         self._apply_outer(number, places, means, [], mix)
+
+    def _averaged_beside(self, own: Sequence) -> Sequence:
+        """The averages, by collectives that may run at the same time as those of a step."""
+        with over_host():
+            return self.averaged(own)[0]
 
     def _apply_outer(self, number: int, places, means, shared, *local) -> None:
         self.outer(places, means, shared, *local)
