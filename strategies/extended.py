@@ -23,9 +23,6 @@ from tfdist.step.token_split import TokenSplit
 from tfdist.strategies.keras_patches.steps import keras_step
 from tfdist.utils.temporary import attributes_set
 
-#: The state of a seed has two elements.
-_MOST_READ_BY_HOST = 4
-
 
 class _Local(threading.local):
     """The state of a thread.
@@ -49,7 +46,7 @@ class ParallelExtended(OneDeviceExtended):
     def __init__(self, strategy: DistributedStrategy):
         # For tensors of TensorFlow, which starts its devices here.
         tf.config.list_logical_devices()
-        super().__init__(strategy, "/GPU:0" if devices.has_gpu() else "/CPU:0")
+        super().__init__(strategy, devices.device_name())
         self._parallel = strategy
         self._local = _Local()
         self._runs: tf.Variable | None = None
@@ -76,12 +73,8 @@ class ParallelExtended(OneDeviceExtended):
         return attributes_set(self._local, step=step)
 
     def _create_variable(self, next_creator, **kwargs):
-        """Creates a variable on the rank's device; small ones of integers or bool on the host.
-
-        These are counters, switches and the states of seeds, which the host needs: to read one from a GPU, it
-        would wait for all that the GPU has to compute.
-        """
-        if not devices.has_gpu() or not _is_read_by_host(**kwargs):
+        """Creates a variable on the device of the rank, or on the host in `devices.host_variables`."""
+        if not devices.places_variables_on_host():
             return super()._create_variable(next_creator, **kwargs)
         with devices.on_host():
             return next_creator(**kwargs)
@@ -123,7 +116,7 @@ class ParallelExtended(OneDeviceExtended):
     @functools.cached_property
     def batch_logs_read(self) -> tf.Variable:
         """Whether a callback on any rank reads the logs of each batch: a bool variable."""
-        with tf.init_scope():
+        with tf.init_scope(), devices.on_host(), devices.host_variables():
             return tf.Variable(True, trainable=False, name="batch_logs_read")
 
     def _count_run(self) -> None:
@@ -184,15 +177,6 @@ class ParallelExtended(OneDeviceExtended):
     def _experimental_distribute_values_from_function(self, value_fn):
         group = self._parallel.row_group
         return value_fn(tf.distribute.experimental.ValueContext(group.rank, group.size))
-
-
-def _is_read_by_host(initial_value=None, dtype=None, shape=None, **_) -> bool:
-    """Whether a variable is a counter, a switch or the state of a seed."""
-    dtype = getattr(initial_value, "dtype", tf.float32) if dtype is None else dtype
-    shape = getattr(initial_value, "shape", None) if shape is None else shape
-    elements = None if shape is None else tf.TensorShape(shape).num_elements()
-    is_small = elements is not None and elements <= _MOST_READ_BY_HOST
-    return is_small and devices.stays_on_host(tf.as_dtype(dtype))
 
 
 def _gather_outputs(rows, strategy: DistributedStrategy):

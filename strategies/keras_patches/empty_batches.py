@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import CompileLoss, CompileMetrics
@@ -83,7 +84,14 @@ def _without_it(value, rows: tf.Tensor):
     if value.shape[0] is not None and not tf.executing_eagerly():
         return value  # It has no batch dim.
     # A layer may return several rows for one sample.
-    return with_provenance(lambda part: part[: tf.where(rows == 0, 0, tf.shape(part)[0])], value)
+    return with_provenance(lambda part: part[: _rows_of_outputs(part, rows)], value)
+
+
+def _rows_of_outputs(part: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """The number of an output's rows without the row of padding."""
+    count = tf.shape(part)[0]
+    with devices.on_host():
+        return tf.where(rows == 0, 0, count)
 
 
 @PATCHES.of(CompileLoss, "call")

@@ -15,6 +15,13 @@ PATCHES = Patches()
 _STRIDE = 0x9E3779B1
 
 
+@PATCHES.of(SeedGenerator, "__init__")
+def _init(self, *args, original, **kwargs):
+    """Creates the state on the host, whose kernels read it."""
+    with devices.host_variables():
+        original(self, *args, **kwargs)
+
+
 @PATCHES.of(SeedGenerator, "next")
 def _next(self, ordered=True, *, original):
     """Offsets the drawn seed by the place of the rank's samples; the state stays equal on all ranks.
@@ -27,4 +34,6 @@ def _next(self, ordered=True, *, original):
         replica = current_replica()
         place = 0 if replica is None else replica.strategy.gradient_group.rank
         offset = (place * _STRIDE) % (1 << 31)
-        return seed + tf.constant([offset, 0], dtype=seed.dtype) if place else seed
+        seed = seed + tf.constant([offset, 0], dtype=seed.dtype) if place else seed
+        # Keras casts it, on the device if it has another dtype.
+        return tf.cast(seed, tf.int32) if devices.has_gpu() else seed

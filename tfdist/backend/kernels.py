@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.utils.lazy import find_addon
 from tfdist.utils.temporary import attributes_set
 
@@ -34,7 +35,7 @@ def has_kernels() -> bool:
     """Whether the library is available and there is no GPU; its kernels use the memory of the host."""
     addon = find_addon("cpu_kernels")
     has_library = addon is not None and addon.LIBRARY.find() is not None
-    return has_library and not tf.config.list_physical_devices("GPU")
+    return has_library and not devices.has_gpu()
 
 
 def enabling_kernels() -> contextlib.AbstractContextManager[None]:

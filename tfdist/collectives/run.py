@@ -225,9 +225,9 @@ def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = 
     pair = engine.pair(other)
     call = Call("send", pair, f"{engine.rank}-to-{other}/{name or SEND_NAME}")
     sent = run(call, tensor, other)
-    transport, _ = _transport("send", pair, tensor.dtype)
+    transport, on_host = _transport("send", pair, tensor.dtype)
     if not transport.sends_unused:
-        _use(sent, f"{pair.label}/{call.name}")
+        _use(sent, f"{pair.label}/{call.name}", on_host)
     return sent
 
 
@@ -260,17 +260,18 @@ def receive_tensor(
         return tf.zeros(shape, dtype)
     engine, other = group.engine, group.ranks[source]
     pair = engine.pair(other)
-    transport, _ = _transport("receive", pair, dtype)
+    transport, on_host = _transport("receive", pair, dtype)
     via = _wire_dtype(dtype, transport, reduces=False)
-    size = elements if elements is not None else tf.reduce_prod(tf.stack(list(shape)))
+    with devices.on_host():
+        size = elements if elements is not None else tf.reduce_prod(tf.stack(list(shape)))
     call = Call("receive", pair, f"{other}-to-{engine.rank}/{name or SEND_NAME}")
     flat = run(call, tf.constant(0), size, via, other)
     if unused:
-        _use(flat, f"{pair.label}/{call.name}")
+        _use(flat, f"{pair.label}/{call.name}", on_host)
     return tf.ensure_shape(_converted(tf.reshape(flat, shape), dtype), static)
 
 
-def _use(sent: tf.Tensor, name: str) -> None:
+def _use(sent: tf.Tensor, name: str, on_host: bool) -> None:
     """Makes a message a side effect of the graph, in case neither side's result is used.
 
     TensorFlow prunes operations whose outputs are not used, unless they are marked as stateful, which
@@ -278,7 +279,7 @@ def _use(sent: tf.Tensor, name: str) -> None:
     """
     if tf.executing_eagerly() or sent.shape.num_elements() == 0:
         return
-    with tf.init_scope(), tf.device("/CPU:0"):
+    with tf.init_scope(), tf.device("/CPU:0" if on_host else devices.device_name()):
         handle = tf.raw_ops.VarHandleOp(
             dtype=sent.dtype, shape=[], shared_name=f"tfdist-sent/{name}/{sent.dtype.name}"
         )

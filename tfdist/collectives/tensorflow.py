@@ -7,6 +7,7 @@ import zlib
 import tensorflow as tf
 
 from tfdist.backend import devices
+from tfdist.backend.graph.order import in_any_order
 from tfdist.collectives.engine import Engine, reduce_locally, shape_of, split_rows
 from tfdist.collectives.group import Group
 from tfdist.collectives.tensorflow_cluster import bring_up_cluster
@@ -162,7 +163,11 @@ class TensorFlowEngine(Engine):
         on_device = self._is_on_device(tensor.dtype)
         with devices.on_host(not on_device):
             keyed = self._keyed(group, name, tensor, on_device)
-            return operation(input=tensor, **options, **keyed)
+            result = operation(input=tensor, **options, **keyed)
+        if devices.has_gpu() and not on_device and not tf.executing_eagerly():
+            # NCCL requires one order; on the host an operation would wait for those before it on the GPU.
+            in_any_order(result.op)
+        return result
 
     def _keyed(self, group: Group, name: str, tensor: tf.Tensor, on_device: bool) -> dict:
         if not tf.executing_eagerly() and not tf.inside_function():

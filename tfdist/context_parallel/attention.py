@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.rematerialize import keep
 from tfdist.collectives import Group
@@ -118,5 +119,7 @@ def _masks(mask: Any, tokens: TokenSplit, name: str) -> tuple:
         f"The mask of `{name}` must have shape [batch, 1, tokens of this rank] for keys, or [batch, "
         "tokens of this rank, tokens of the sequence] for pairs, as in an input of the model"
     )
-    tf.debugging.assert_equal(tf.shape(mask)[2], tokens.total, message)
+    length = tf.shape(mask)[2]
+    with devices.on_host():
+        tf.debugging.assert_equal(length, tokens.total, message)
     return None, mask

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdist.backend import devices
+from tfdist.backend.graph.reorder import reorder
 from tfdist.collectives import Group, all_to_all
-from tfdist.experts.permutation import Permutation, combine, gather_rows, reorder
+from tfdist.experts.permutation import Permutation, combine, gather_rows
 from tfdist.step.context import current_replica
 from tfdist.step.keras_step import with_global_gradient, with_local_gradient
 
@@ -105,4 +106,5 @@ def are_there() -> tf.Tensor | None:
     replica = current_replica()
     if replica is None or replica.has_padding is None:
         return None
-    return tf.logical_not(replica.has_padding)
+    with devices.on_host():
+        return tf.logical_not(replica.has_padding)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.compiling import check_sizes_may_change
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.collectives import all_gather, all_reduce
@@ -298,25 +299,27 @@ class MixtureOfExperts(TwoProducts):
 
     def _tokens(self, inputs: tf.Tensor, mask) -> Tokens:
         """The tokens of the inputs that are included in losses and counts."""
-        there = are_there()
-        number = tf.reduce_prod(tf.shape(inputs)[:-1])
-        counted = None if mask is None else tf.reshape(tf.cast(mask, tf.bool), [-1])
-        if there is not None:
-            counted = tf.fill([number], there) if counted is None else counted & there
-        total = tf.cast(number if counted is None else tf.math.count_nonzero(counted), tf.float32)
-        return Tokens(self.name, counted, mask is not None, total)
+        there, sizes = are_there(), tf.shape(inputs)[:-1]
+        with devices.on_host():
+            number = tf.reduce_prod(sizes)
+            counted = None if mask is None else tf.reshape(tf.cast(mask, tf.bool), [-1])
+            if there is not None:
+                counted = tf.fill([number], there) if counted is None else counted & there
+            total = number if counted is None else tf.math.count_nonzero(counted)
+            return Tokens(self.name, counted, mask is not None, tf.cast(total, tf.float32))
 
     def _count_usage(self, routing: Routing, permutation) -> None:
-        chosen = tf.math.bincount(
-            tf.reshape(routing.experts, [-1]),
-            minlength=self.num_experts,
-            maxlength=self.num_experts,
-        )
-        there = are_there()
-        if there is not None:
-            chosen = tf.where(there, chosen, 0)
-        dropped = tf.reduce_sum(chosen) - tf.reduce_sum(permutation.counts)
-        self.expert_usage.add(chosen, dropped)
+        with devices.on_host():
+            chosen = tf.math.bincount(
+                tf.reshape(routing.experts, [-1]),
+                minlength=self.num_experts,
+                maxlength=self.num_experts,
+            )
+            there = are_there()
+            if there is not None:
+                chosen = tf.where(there, chosen, 0)
+            dropped = tf.reduce_sum(chosen) - tf.reduce_sum(permutation.counts)
+            self.expert_usage.add(chosen, dropped)
 
     def _shared_outputs(self, inputs: tf.Tensor) -> tf.Tensor:
         y = self.shared(inputs)

@@ -35,7 +35,8 @@ class Tokens:
 
     def sum(self, values: tf.Tensor) -> tf.Tensor:
         """The sum of values [tokens, ...] over the included tokens."""
-        return tf.reduce_sum(self.only(values), axis=0)
+        # The gradient of a sum that drops a dim of unknown size computes shapes on the device.
+        return tf.squeeze(tf.reduce_sum(self.only(values), axis=0, keepdims=True), axis=0)
 
     def only(self, values: tf.Tensor) -> tf.Tensor:
         """The values, with zeros for excluded tokens."""

@@ -154,18 +154,6 @@ def combine(rows: tf.Tensor, gates: tf.Tensor, permutation: Permutation) -> tf.T
     return weigh(rows, gates)
 
 
-def reorder(rows: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
-    """Reorders rows: row `order[i]` moves to place i; `order` is a permutation."""
-
-    @custom_gradient
-    def gather(x):
-        with devices.on_host():
-            back = tf.math.invert_permutation(order)
-        return tf.gather(x, order), lambda dy: tf.gather(dy, back)
-
-    return gather(rows)
-
-
 def _rows_of(rows, permutation: Permutation, place: int):
     """The row of each token's expert at a place; zeros for choices without a row."""
     numbers = permutation.rows[:, place]

@@ -6,6 +6,9 @@ import dataclasses
 
 import tensorflow as tf
 
+from tfdist.backend import devices
+from tfdist.backend.graph.custom_gradient import custom_gradient
+
 SCORES = ("softmax", "sigmoid")
 
 
@@ -53,11 +56,12 @@ def route(
     score = tf.nn.softmax if scores == "softmax" else tf.sigmoid
     every = score(logits)
     candidates = every if score_first else logits
-    if bias is None:
+    if bias is None and not devices.has_gpu():
         best, experts = tf.math.top_k(candidates, k=top_k)
     else:
-        _, experts = tf.math.top_k(tf.stop_gradient(candidates) + bias, k=top_k)
-        best = tf.gather(candidates, experts, batch_dims=1)
+        chosen_by = tf.stop_gradient(candidates)
+        _, experts = tf.math.top_k(chosen_by if bias is None else chosen_by + bias, k=top_k)
+        best = _entries(candidates, experts)
     gates = best if score_first else score(best)
     if normalize:
         # All sigmoids of a token may be close to 0.
@@ -65,4 +69,21 @@ def route(
     probabilities = every
     if scores == "sigmoid":
         probabilities = every / (tf.reduce_sum(every, axis=-1, keepdims=True) + 1e-20)
+    # The numbers of experts become sizes, for which the host waits here, once.
+    with devices.on_host():
+        experts = tf.identity(experts)
     return Routing(experts, gates if scale == 1.0 else gates * scale, probabilities, logits)
+
+
+def _entries(values: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+    """The entries of each row [rows, columns] at some places [rows, n]; on a GPU without work of the host."""
+    if not devices.has_gpu():
+        return tf.gather(values, places, batch_dims=1)
+
+    @custom_gradient
+    def pick(values):
+        hot = tf.one_hot(places, values.shape[1], dtype=values.dtype)
+        found = tf.reduce_sum(hot * values[:, None], axis=2)
+        return found, lambda dy: tf.reduce_sum(hot * dy[:, :, None], axis=1)
+
+    return pick(values)

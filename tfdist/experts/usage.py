@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
+from tfdist.backend import devices
+
 
 class ExpertUsage:
     """Counts of a layer's choices in training since the last read.
@@ -16,7 +18,7 @@ class ExpertUsage:
     """
 
     def __init__(self, num_experts: int):
-        with tf.init_scope():
+        with tf.init_scope(), devices.on_host(), devices.host_variables():
             # The last entry counts the dropped choices.
             self._counts = tf.Variable(tf.zeros([num_experts + 1], tf.float64), trainable=False)
 

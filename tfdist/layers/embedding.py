@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.keras.attributes import history, table_of
 from tfdist.collectives import Group, all_gather
 from tfdist.collectives.mappings import (
@@ -64,7 +65,7 @@ class VocabParallelEmbedding(TensorParallelLayer, keras.layers.Embedding):
             table = tf.cast(value_tensor(self.embeddings), self.compute_dtype)
             return _logits(self, inputs, tf.transpose(table), self.input_dim)
         if self._group is None:
-            return super().call(inputs)
+            return super().call(tf.cast(inputs, devices.index_dtype()))
         found = own_rows(value_tensor(table_of(self)), inputs, self._group)
         return self._reduce(found, self._group)
 

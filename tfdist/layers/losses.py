@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.products import product_behind
 from tfdist.backend.keras.attributes import compile_metrics
@@ -69,7 +70,7 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
         Raises:
             ValueError: The last dim of the logits has another size.
         """
-        labels = tf.cast(tf.convert_to_tensor(y_true), tf.int32)
+        labels = tf.cast(tf.convert_to_tensor(y_true), devices.index_dtype())
         logits = tf.convert_to_tensor(y_pred)
         if labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1:
             labels = tf.squeeze(labels, -1)
@@ -91,7 +92,10 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
             return _split_cross_entropy(labels, logits, group, size)
         if logits.dtype == tf.float32 and kernels_enabled():
             return _one_pass(logits, labels)
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        # With other shapes TensorFlow compares their sizes, on the device.
+        flat = tf.reshape(labels, [-1]), tf.reshape(logits, [-1, logits.shape[-1]])
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(*flat)
+        return tf.ensure_shape(tf.reshape(losses, tf.shape(logits)[:-1]), labels.shape)
 
     def get_config(self):
         """The configuration, which is the same on any mesh."""
@@ -147,7 +151,8 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
             # Minus `dy` at the label, in the rows whose label is in this rank's range; minus 0 in others, since
             # a GPU and XLA require sizes that do not depend on the labels.
             flat, places = tf.reshape(found, [-1, share]), tf.reshape(place, [-1])
-            indices = tf.stack([tf.range(tf.size(places)), places], axis=1)
+            rows = tf.cast(tf.range(tf.size(places)), places.dtype)
+            indices = tf.stack([rows, places], axis=1)
             of_labels = tf.reshape(tf.where(own, dy, tf.zeros_like(dy)), [-1])
             return tf.reshape(tf.tensor_scatter_nd_sub(flat, indices, of_labels), tf.shape(logits))
 

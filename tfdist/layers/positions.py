@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.context_parallel import check_whole_slices
 from tfdist.layers.base import TensorParallelLayer
 from tfdist.layers.initializers import initializer as get_initializer
@@ -69,7 +70,8 @@ class PositionEmbedding(TensorParallelLayer):
         message = (
             f"A sequence must have at most max_length={self.max_length} positions in `{self.name}`"
         )
-        tf.debugging.assert_less_equal(tokens.total, self.max_length, message)
+        with devices.on_host():
+            tf.debugging.assert_less_equal(tokens.total, self.max_length, message)
         # Slices and not a lookup, so that the gradient is dense.
         return tokens.take(value_tensor(self.table), axis=0)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.collectives import Group
 
 
 def own_ids(ids, rows: int, group: Group) -> tuple:
     """Ids [...] relative to this rank's range of `rows`, and whether they are in it; 0 if not."""
-    ids = tf.cast(ids, tf.int32) - group.rank * rows
+    ids = tf.cast(ids, devices.index_dtype()) - group.rank * rows
     own = tf.logical_and(ids >= 0, ids < rows)
-    return tf.where(own, ids, 0), own
+    return tf.where(own, ids, tf.zeros([], ids.dtype)), own
 
 
 def own_rows(table, ids, group: Group):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.backend import devices
+from tfdist.backend.graph.order import in_any_order
 from tfdist.utils import checks
 from tfdist.utils.temporary import attributes_set
 
@@ -232,32 +233,12 @@ def time_after(tensors: Sequence) -> tf.Tensor:
     with tf.control_dependencies(flat), tf.device("/CPU:0"):
         now = tf.timestamp()
     if not tf.executing_eagerly():
-        _in_any_order(now.op)
+        in_any_order(now.op)
     return now
 
 
 def _current_graph() -> tf.Graph | None:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def _in_any_order(op: tf.Operation) -> None:
-    """Excludes an operation from the automatic control dependencies of a `tf.function`.
-
-    Otherwise each stateful operation would wait for all that were traced before it: a deadlock if it
-    is a message to which one of these is the answer.
-
-    Raises:
-        ImportError: This TensorFlow implements the control dependencies differently.
-    """
-    try:
-        manager = op.graph.experimental_acd_manager
-        if manager is not None:  # None in a graph of TensorFlow 1, which has no such dependencies.
-            manager.run_independently(op)
-    except AttributeError as error:
-        raise ImportError(
-            "tfdist requires Graph.experimental_acd_manager.run_independently of TensorFlow. Received: "
-            f"TensorFlow {tf.__version__}. Install a supported version, or a newer tfdist."
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.utils.temporary import attributes_set
 
 
@@ -37,8 +38,11 @@ def after_arrival(batch: Any) -> contextlib.AbstractContextManager[None]:
     }
     if graph is not None and not sources:
         return contextlib.nullcontext()
-    # One operation to wait for, regardless of the number of tensors.
-    return attributes_set(_local, arrival=tf.group(*sources, name="arrival") if sources else None)
+    if not sources:
+        return attributes_set(_local, arrival=None)
+    # One operation to wait for, regardless of the number of tensors; batches arrive in the memory of the host.
+    with devices.on_host():
+        return attributes_set(_local, arrival=tf.group(*sources, name="arrival"))
 
 
 def arrival() -> contextlib.AbstractContextManager:

@@ -30,6 +30,11 @@ def custom_gradient(function: Callable) -> Callable:
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
     def call(*args, **kwargs):
+        given = tf.nest.flatten((args, kwargs), expand_composites=True)
+        dtypes = {each.dtype for each in given if tf.is_tensor(each)}
+        if dtypes and all(dtype.is_integer or dtype.is_bool for dtype in dtypes):
+            # TensorFlow's wrapper would copy integers of the host to a GPU and back.
+            return function(*args, **kwargs)[0]
         outputs = wrapped(*args, **kwargs)
         for output in tf.nest.flatten(outputs, expand_composites=True):
             if tf.is_symbolic_tensor(output) and output.op.type == "IdentityN":

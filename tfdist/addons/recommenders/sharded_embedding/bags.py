@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.addons.recommenders.sharded_embedding.config import FeatureConfig
+from tfdist.backend import devices
 from tfdist.utils import checks
 
 
@@ -47,22 +48,24 @@ class Bags:
         if self.weights is not None or self.combiner is not None:
             wide = tf.float64 if dtype == tf.float64 else tf.float32
             vectors = tf.cast(vectors, wide)
+        with devices.on_host():
+            count = tf.reduce_prod(self.shape)
         # Without ids there are no vectors, but a row of zeros for each bag.
         sums = self._in_segments if self.bags is not None else self._in_equal_bags
         if self.is_absent is None:
-            found = sums(vectors)
+            found = sums(vectors, count)
         else:
-            nothing = tf.zeros([tf.reduce_prod(self.shape), width], vectors.dtype)
-            found = tf.cond(self.is_absent, lambda: nothing, lambda: sums(vectors))
+            nothing = tf.zeros([count, width], vectors.dtype)
+            found = tf.cond(self.is_absent, lambda: nothing, lambda: sums(vectors, count))
         found = tf.reshape(found, tf.concat([self.shape, [width]], axis=0))
         found.set_shape(self.static.concatenate([width]))
         return tf.cast(found, dtype)
 
-    def _in_equal_bags(self, vectors: tf.Tensor) -> tf.Tensor:
-        """The vectors of bags of one size: [bags, width]."""
+    def _in_equal_bags(self, vectors: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        """The vectors of `count` bags of one size: [bags, width]."""
         if self.combiner is None and self.weights is None:
             return vectors
-        bags = tf.concat([tf.reduce_prod(self.shape)[None], [-1]], axis=0)
+        bags = tf.concat([count[None], [-1]], axis=0)
         in_bags = tf.reshape(vectors, tf.concat([bags, vectors.shape[-1:]], axis=0))
         if self.weights is None:
             reduce = tf.reduce_sum if self.combiner == "sum" else tf.reduce_mean
@@ -73,16 +76,15 @@ class Bags:
             found = tf.math.divide_no_nan(found, tf.reduce_sum(weights, axis=1)[:, None])
         return found
 
-    def _in_segments(self, vectors: tf.Tensor) -> tf.Tensor:
-        """The vectors of bags of any size: [bags, width]."""
+    def _in_segments(self, vectors: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        """The vectors of `count` bags of any size: [bags, width]."""
         weights = None if self.weights is None else tf.cast(self.weights, vectors.dtype)
         if weights is not None:
             vectors *= weights[:, None]
-        bags = tf.reduce_prod(self.shape)
-        found = tf.math.unsorted_segment_sum(vectors, self.bags, bags)
+        found = tf.math.unsorted_segment_sum(vectors, self.bags, count)
         if self.combiner == "mean":
             each = tf.ones_like(self.bags, vectors.dtype) if weights is None else weights
-            total = tf.math.unsorted_segment_sum(each, self.bags, bags)
+            total = tf.math.unsorted_segment_sum(each, self.bags, count)
             found = tf.math.divide_no_nan(found, total[:, None])
         return found
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.addons.recommenders.sharded_embedding.placement import Placement
 from tfdist.backend import devices
+from tfdist.backend.graph.reorder import reorder
 from tfdist.collectives import Group, all_to_all
 from tfdist.sharding.parts import Slice
 
@@ -62,7 +63,7 @@ class Lookup:
             return rows[self.placement.owner]
         if self.placement.kind == "columns":
             return tf.concat(rows, axis=1)[:, : self.width]
-        return tf.gather(tf.concat(rows, axis=0), places)
+        return reorder(tf.concat(rows, axis=0), places)
 
     @property
     def local_width(self) -> int:

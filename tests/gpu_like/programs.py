@@ -1,0 +1,221 @@
+"""What is traced on a rank with the stand-in for a GPU; each runs in a process of its own."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from tests.gpu_like.placement import Step, function_of
+from tests.gpu_like.stand_in import loopback, pretend
+from tfdist import Mesh
+from tfdist.backend import devices
+from tfdist.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    recv,
+    reduce_scatter,
+    send,
+)
+from tfdist.collectives.engine import Engine
+from tfdist.collectives.tensorflow import TensorFlowEngine
+from tfdist.gradients.reduce import reduce_gradients
+from tfdist.step.gradient_options import GradientOptions
+
+
+def strategy_on(axes: dict, **options):
+    """A strategy of rank 0 of a mesh, whose other ranks are a loopback, with the stand-in for a GPU."""
+    pretend()
+    return tfdist.strategies.HorovodStrategy(engine=loopback(**axes), watchdog_seconds=0, **options)
+
+
+def traced(strategy, model, x, y) -> tf.Graph:
+    """The graph of a training step, as `fit` makes it, without the loop of Keras around it."""
+
+    @tf.function(autograph=False)
+    def step(*data):
+        return strategy.run(model.train_step, args=(data,))
+
+    specs = [tf.TensorSpec((None, *each.shape[1:]), each.dtype) for each in (x, y)]
+    return step.get_concrete_function(*specs).graph
+
+
+def gpt(strategy, *, length: int = 64, policy: str | None = None, **options):
+    """A small GPT with dropout, compiled, and a batch."""
+    options = {"dropout": 0.1, "attention_dropout": 0.0} | options
+    before = keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy(policy or before)
+        with strategy.scope():
+            model = tfdist.models.gpt(
+                64, num_layers=2, width=32, num_heads=4, max_length=length, **options
+            )
+            if strategy.mesh.shape.get("pipeline", 1) > 1:
+                model = tfdist.pipeline.PipelineModel(
+                    model, num_microbatches=2, input_shape=(length,)
+                )
+            loss = tfdist.layers.VocabParallelCrossEntropy(64)
+            model.compile(keras.optimizers.AdamW(1e-3, global_clipnorm=1.0), loss)
+    finally:
+        keras.config.set_dtype_policy(before)
+    # A rank of the context axis has its own tokens of each row.
+    ids = np.zeros((4, length // strategy.mesh.shape.get("context", 1)), np.int32)
+    return model, ids, ids
+
+
+def waits(axes: dict, model: dict | None = None, **options) -> list[str]:
+    """The waits of a GPT's training step, for whose end the path waits."""
+    strategy = strategy_on(axes, **options)
+    step = Step(traced(strategy, *gpt(strategy, **(model or {}))))
+    return sorted({str(each) for each in step.gating()})
+
+
+def waits_of_tables() -> list[str]:
+    """The same of a model with sharded tables."""
+    strategy = strategy_on({"data": 2})
+    recommenders = tfdist.addons.recommenders
+    with strategy.scope():
+        table = recommenders.TableConfig("words", 100, 8, combiner="sum", placement="rows")
+        ids = keras.Input((5,), dtype="int32", name="words")
+        feature = recommenders.FeatureConfig("words", table, padding_id=0)
+        vectors = recommenders.ShardedEmbedding([feature])({"words": ids})["words"]
+        model = keras.Model(ids, keras.layers.Dense(1)(vectors))
+        model.compile("sgd", "mse")
+    step = Step(traced(strategy, model, np.zeros((4, 5), np.int32), np.zeros((4, 1), np.float32)))
+    return sorted({str(each) for each in step.gating()})
+
+
+def operations(graph: tf.Graph) -> list[tf.Operation]:
+    """All operations of a graph and of the functions in it."""
+    found, seen = [], set()
+    waiting = [graph]
+    while waiting:
+        one = waiting.pop()
+        for op in one.get_operations():
+            found.append(op)
+            for attribute in op.op_def.attr:
+                if attribute.type == "func" and op.get_attr(attribute.name).name not in seen:
+                    seen.add(op.get_attr(attribute.name).name)
+                    waiting.append(function_of(one, op, attribute.name))
+    return found
+
+
+def shapes_of(length: int, policy: str | None = None, **options) -> list[tuple]:
+    """For each operation of a GPT's training step its kind, the dtype of its output, and its rank."""
+    strategy = strategy_on({"data": 2})
+    model, x, y = gpt(strategy, length=length, policy=policy, **options)
+    found = []
+    for op in operations(traced(strategy, model, x, y)):
+        if op.outputs:
+            out = op.outputs[0]
+            found.append((op.type, out.dtype.name, out.shape.rank, op.name))
+    return found
+
+
+def gates(has_gpu: bool) -> tuple[bool, bool, int]:
+    """Whether a collective waits for the count of its begin, its users for that of its end; and the counts."""
+    strategy = strategy_on({"data": 2})
+    pretend(has_gpu)
+    group = strategy.engine.group()
+
+    @tf.function
+    def step(x):
+        return all_reduce(x * 2.0, group, name="gates") + 1.0
+
+    graph = step.get_concrete_function(tf.TensorSpec([8])).graph
+    (collective,) = [op for op in graph.get_operations() if op.type == "DeepCopy"]
+    added = [op for op in graph.get_operations() if op.type == "AssignAddVariableOp"]
+    # What is returned waits for everything.
+    (user,) = [op for op in graph.get_operations() if op.type == "AddV2"]
+    begins = [op for op in added if op in ancestors(collective)]
+    ends = [op for op in added if op in ancestors(user)]
+    step(tf.ones([8]))
+    return bool(begins), len(ends) > len(begins), len(added)
+
+
+def ancestors(op: tf.Operation) -> set[tf.Operation]:
+    """All operations for which one waits."""
+    found, waiting = set(), [op]
+    while waiting:
+        each = waiting.pop()
+        for before in [*(tensor.op for tensor in each.inputs), *each.control_inputs]:
+            if before not in found:
+                found.add(before)
+                waiting.append(before)
+    return found
+
+
+def throttled(has_gpu: bool) -> tuple[int, int]:
+    """The number of buckets of a model's gradients, and of those whose backward pass waits for a sum."""
+    strategy = strategy_on({"data": 2})
+    pretend(has_gpu)
+    options = GradientOptions()
+    group = strategy.engine.group()
+
+    @tf.function
+    def step(x):
+        tensors = [tf.multiply(x, float(number)) for number in range(12)]
+        return tensors, reduce_gradients(tensors, group, "mean", options)
+
+    graph = step.get_concrete_function(tf.TensorSpec([1 << 19])).graph
+    collectives = [op for op in graph.get_operations() if op.type == "DeepCopy"]
+    made = [op for op in graph.get_operations() if op.type == "Mul"]
+    waiting = [op for op in made if ancestors(op) & set(collectives)]
+    return len(collectives), len(waiting)
+
+
+def traced_collectives(communication: str, has_gpu: bool) -> list[tuple]:
+    """The nodes of TensorFlow's engine: what was called, the dtype, and each node's kind, device, key, hint, dtype."""
+    pretend(has_gpu)
+    engine = TensorFlowEngine(Mesh(), communication)
+    Engine.__init__(engine, Mesh().resolve(size=2, rank=0))
+    group, found = engine.group(), []
+    calls = {
+        "all_reduce": lambda x: all_reduce(x, group, "max"),
+        "sum": lambda x: all_reduce(x, group),
+        "all_gather": lambda x: all_gather(x, group),
+        "uneven": lambda x: all_gather(x, group, uneven=True),
+        "reduce_scatter": lambda x: reduce_scatter(x, group),
+        "all_to_all": lambda x: all_to_all(x, group),
+        "splits": lambda x: all_to_all(x, group, tf.constant([1, 3]))[0],
+        "broadcast": lambda x: broadcast(x, group),
+        "send": lambda x: send(x, group, 1),
+        "recv": lambda x: recv(x, group, 1),
+    }
+    for dtype in (
+        "bool",
+        "int8",
+        "uint8",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "complex64",
+    ):
+        for name, call in calls.items():
+            if (dtype == "bool" and name in ("sum", "reduce_scatter")) or (
+                dtype == "complex64" and name == "all_reduce"
+            ):
+                continue  # Refused.
+
+            @tf.function
+            def run(x, call=call):
+                with tf.device(devices.device_name()):
+                    return call(x)
+
+            graph = run.get_concrete_function(tf.TensorSpec([4], dtype)).graph
+            for op in operations(graph):
+                if op.type.startswith("Collective"):
+                    (key,) = [t for t in op.inputs if "group_key" in t.op.name] or [op.inputs[2]]
+                    found.append(
+                        (
+                            name, dtype, op.type, op.device, int(tf.get_static_value(key)),
+                            op.get_attr("communication_hint").decode(), op.get_attr("T").name,
+                            "_independent_side_effects" in op.node_def.attr,
+                        )
+                    )  # fmt: skip
+    return found
