@@ -144,7 +144,7 @@ def build(
     """
     tensorflow = check_interpreter()
     if options.gpu_operations == "nccl":
-        _require_nccl()
+        _require_nccl(options)
     kept = cache_dir.expanduser().absolute() / cache_key(options, tensorflow)
     wheel = find_wheel(kept)
     if wheel and not force and not matches_digest(wheel):
@@ -208,11 +208,12 @@ def build(
     return wheel
 
 
-def _require_nccl() -> None:
+def _require_nccl(options: BuildOptions) -> None:
     """Install the NCCL that TensorFlow uses, which Horovod needs too, unless it is there or the user has another."""
     cuda_packages.check_packages()
     is_named = any(name.startswith("HOROVOD_NCCL_") for name in os.environ)
     if not is_named and cuda_packages.find_nccl() is None:
+        check_toolchain(options)  # Without NCCL there is no wheel in the cache either.
         _say(f"Installing {cuda_packages.NCCL}, which TensorFlow uses on GPUs.")
         with tempfile.TemporaryDirectory(prefix="tfdist-install-horovod-") as folder:
             package = f"{cuda_packages.NCCL}{cuda_packages.NCCL_RANGE}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from tests.conftest import needs_addon, on_ranks
+from tfdist import Mesh
 from tfdist.collectives.horovod import _cycle_ms
 from tfdist.testing import RankPool
 
@@ -205,10 +207,19 @@ def test_without_the_library_on_one_rank_all_goes_by_the_engine():
 
 
 @pytest.mark.parametrize(
-    ("size", "has_p2p", "cycle"), [(8, True, 25.0), (9, True, 5.0), (2, False, 2.5)]
+    ("axes", "has_p2p", "by_nccl", "cycle"),
+    [
+        ({"data": 8}, True, False, 25.0),
+        ({"data": 9}, True, False, 5.0),
+        ({"data": 2}, False, False, 2.5),
+        ({"data": 8}, True, True, 0.2),
+        ({"data": 4, "tensor": 2}, True, True, 0.0),
+        ({"pipeline": 2}, False, True, 0.0),
+    ],
 )
-def test_horovod_looks_for_work_as_often_as_there_is_some(size, has_p2p, cycle):
-    assert _cycle_ms(size, has_p2p) == cycle
+def test_horovod_looks_for_work_as_often_as_there_is_some(axes, has_p2p, by_nccl, cycle):
+    mesh = Mesh(**axes).resolve(size=math.prod(axes.values()), rank=0)
+    assert _cycle_ms(mesh, has_p2p, by_nccl) == cycle
 
 
 def wait_for_a_rank_that_leaves():

@@ -8,9 +8,11 @@ import tensorflow as tf
 
 import tfdist
 from tests.gpu_like.placement import Step, function_of
-from tests.gpu_like.stand_in import loopback, pretend
+from tests.gpu_like.stand_in import DEVICE, loopback, pretend
 from tfdist import Mesh
 from tfdist.backend import devices
+from tfdist.backend.clock.stamps import Stamps, stamping
+from tfdist.backend.graph.products import Product
 from tfdist.collectives import (
     all_gather,
     all_reduce,
@@ -21,8 +23,11 @@ from tfdist.collectives import (
     send,
 )
 from tfdist.collectives.engine import Engine
+from tfdist.collectives.run import over_host
 from tfdist.collectives.tensorflow import TensorFlowEngine
 from tfdist.gradients.reduce import reduce_gradients
+from tfdist.layers import attention
+from tfdist.layers.chunked_loss import chunked_cross_entropy
 from tfdist.step.gradient_options import GradientOptions
 
 
@@ -113,6 +118,129 @@ def shapes_of(length: int, policy: str | None = None, **options) -> list[tuple]:
             out = op.outputs[0]
             found.append((op.type, out.dtype.name, out.shape.rank, op.name))
     return found
+
+
+def of_one_step(axes: dict, has_gpu: bool, model: dict, whole: bool = True, **options) -> list:
+    """The loss of a GPT's training step, and its variables after it, from the same weights and ids."""
+    strategy = strategy_on(axes, **options)
+    pretend(has_gpu)
+    fits = attention.fits_whole
+    attention.fits_whole = lambda *sizes: has_gpu and whole
+    long, attention._LONG = attention._LONG, 32
+    try:
+        keras.utils.set_random_seed(1)
+        made, x, y = gpt(strategy, dropout=0.0, **model)
+        x = np.random.default_rng(0).integers(0, 64, x.shape).astype("int32")
+        step = tf.function(lambda x: strategy.run(made.train_step, args=((x, x),)), autograph=False)
+        logs = step(tf.constant(x))
+    finally:
+        attention.fits_whole, attention._LONG = fits, long
+    return [float(logs["loss"]), *(variable.numpy() for variable in made.trainable_variables)]
+
+
+def normalization(policy: str) -> list[tuple[str, str]]:
+    """The kinds and dtypes of what a BatchNormalization of images runs in a training step."""
+    strategy = strategy_on({"data": 2})
+    with strategy.scope():
+        images = keras.Input((8, 8, 3))
+        y = keras.layers.BatchNormalization(dtype=policy)(images)
+        model = keras.Model(images, keras.layers.GlobalAveragePooling2D(dtype=policy)(y))
+        model.compile("sgd", "mse")
+    x, y = np.zeros((4, 8, 8, 3), np.float32), np.zeros((4, 3), np.float32)
+    found = operations(traced(strategy, model, x, y))
+    return [
+        (op.type, op.inputs[0].dtype.name)
+        for op in found
+        if "batch_normalization" in op.name
+        and (
+            op.type.startswith("FusedBatchNorm")
+            or (op.type == "Cast" and op.outputs[0].shape.rank == 4)
+        )
+    ]
+
+
+def gradient_of_chunks(has_gpu: bool) -> list:
+    """The gradient of the chunked loss of logits, and the kinds of operations of its backward pass."""
+    strategy = strategy_on({"data": 2})
+    pretend(has_gpu)
+    draw = np.random.default_rng(0)
+    rows = tf.constant(draw.normal(size=(20, 8)), tf.float32)
+    kernel = tf.constant(draw.normal(size=(8, 11)), tf.float32)
+    labels = tf.constant(draw.integers(0, 11, 20), tf.int64 if has_gpu else tf.int32)
+
+    @tf.function
+    def gradients(rows, kernel):
+        with tf.GradientTape() as tape:
+            tape.watch([rows, kernel])
+            product = Product(rows, kernel, False, None)
+            loss = chunked_cross_entropy(product, labels, 6, None, 11)
+        return tape.gradient(loss, [rows, kernel])
+
+    graph = gradients.get_concrete_function(rows, kernel).graph
+    loop = [op for op in graph.get_operations() if "While" in op.type][-1]
+    body = function_of(graph, loop, "body")
+    kinds = sorted({op.type for op in body.get_operations()})
+    with strategy.scope():
+        return [*(each.numpy() for each in gradients(rows, kernel)), kinds]
+
+
+def copied_ahead() -> list[tuple[str, bool]]:
+    """By a name of a dataset whether its batches are on the device before the step."""
+    strategy = strategy_on({"data": 2})
+    rows = 8
+    images, labels = np.ones((rows, 4, 4, 1), np.float32), np.arange(rows)
+    ids = np.ones((rows, 5), np.int32)
+    ragged = tf.ragged.constant([[1.0]] * rows)
+    found = []
+    for name, arrays in {
+        "images": (images, labels),
+        "ids": (ids, labels),
+        "mixed": ({"a": images, "b": ids}, labels),
+        "ragged": (ragged, labels),
+        "text": (np.array(["a"] * rows), labels),
+    }.items():
+        dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(4)
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        first = tf.nest.flatten(next(iter(distributed)), expand_composites=True)[0]
+        found.append((name, DEVICE.strip("/") in first.device))
+    return found
+
+
+def stamped() -> tuple[bool, bool]:
+    """Whether a collective waits for the stamp of its begin, and whether the row is on the host."""
+    strategy = strategy_on({"data": 2})
+    group = strategy.engine.group()
+
+    @tf.function
+    def step(x):
+        stamps = Stamps()
+        with tf.device(devices.device_name()), stamping(stamps):
+            y = all_reduce(x * 2.0, group, name="stamped")
+            return y, stamps.row()
+
+    graph = step.get_concrete_function(tf.TensorSpec([8])).graph
+    (collective,) = [op for op in graph.get_operations() if op.type == "DeepCopy"]
+    stamps = [op for op in graph.get_operations() if op.type == "Timestamp"]
+    packs = [
+        op
+        for op in graph.get_operations()
+        if op.type == "Pack" and op.outputs[0].dtype == tf.float64
+    ]
+    return bool(ancestors(collective) & set(stamps)), all("CPU:0" in op.device for op in packs)
+
+
+def over_the_host() -> list[str]:
+    """The devices of a sum beside a step's, as DiLoCo has one."""
+    strategy = strategy_on({"data": 2})
+    group = strategy.engine.group()
+
+    @tf.function
+    def step(x):
+        with tf.device(devices.device_name()), over_host():
+            return all_reduce(x, group)
+
+    graph = step.get_concrete_function(tf.TensorSpec([8])).graph
+    return [op.device for op in graph.get_operations() if op.type == "DeepCopy"]
 
 
 def gates(has_gpu: bool) -> tuple[bool, bool, int]:

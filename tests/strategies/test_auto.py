@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 
@@ -9,6 +10,7 @@ import pytest
 
 from tfdist import Mesh, strategies
 
+auto = importlib.import_module("tfdist.strategies.auto")
 CLUSTER = {"worker": ["127.0.0.1:20001", "127.0.0.1:20002"]}
 
 
@@ -28,6 +30,23 @@ def test_a_process_on_its_own_is_local():
     assert isinstance(strategy, strategies.LocalStrategy)
     assert strategy.mesh.size == 1 and strategy.is_chief
     assert strategy.num_replicas_in_sync == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "kind"),
+    [
+        ([], False, "HorovodStrategy"),
+        (["gpu"], False, "MultiWorkerStrategy"),
+        (["gpu"], True, "HorovodStrategy"),
+    ],
+)
+def test_ranks_with_gpus_get_an_engine_with_nccl(monkeypatch, gpus, nccl, kind):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(auto.importlib.util, "find_spec", lambda name: "there")
+    monkeypatch.setattr(auto.tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(auto, "has_nccl", lambda: nccl)
+    assert auto._detected()[0] == kind
 
 
 def test_two_launchers_that_disagree(monkeypatch):

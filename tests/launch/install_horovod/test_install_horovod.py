@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tfdist.launch.install_horovod import build as horovod_build
+from tfdist.launch.install_horovod import cuda_packages
 from tfdist.launch.install_horovod import prerequisites as horovod_prerequisites
 from tfdist.launch.install_horovod.prerequisites import BuildOptions, PrerequisiteError
 from tfdist.runtime.digests import write_digest
@@ -77,7 +78,7 @@ def assert_one_line(finished, *words, code=2):
         (["clang++"], [], ["CMake", "pip install cmake"]),
         (["c++", "cmake"], [], ["make, which was not found", "apt install make"]),
         (["c++", "cmake", "make"], ["--mpi"], ["--mpi", "mpicxx", "libopenmpi-dev"]),
-        (["c++", "cmake", "make"], ["--gpu_operations=nccl"], ["nvcc", "HOROVOD_CUDA_HOME"]),
+        (["c++", "cmake", "make"], ["--gpu_operations=nccl"], ["nvcc", "HOROVOD_CUDA_HOME=/none"]),
     ],
     ids=["compiler", "cmake", "cmake-with-clang", "make", "mpi", "cuda"],
 )
@@ -105,14 +106,48 @@ def test_an_old_cmake_is_refused(tmp_path, tools):
     assert_one_line(finished, "requires CMake 3.13", "Received: 3.10", str(path))
 
 
-def test_missing_nccl_headers_are_named(tmp_path, tools, monkeypatch):
-    monkeypatch.setattr(horovod_prerequisites, "_INCLUDES", ())
-    environment = {"PATH": str(tools("c++", "cmake", "make", "nvcc"))}
-    with pytest.raises(PrerequisiteError, match=r"nccl\.h was not found.*HOROVOD_NCCL_HOME"):
-        horovod_prerequisites.check_toolchain(NCCL, environment)
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include" / "nccl.h").touch()
-    horovod_prerequisites.check_toolchain(NCCL, {**environment, "HOROVOD_NCCL_HOME": str(tmp_path)})
+def test_two_packages_of_nccl_are_refused(monkeypatch):
+    monkeypatch.setattr(cuda_packages, "installed_version", lambda name: "2.30.1")
+    with pytest.raises(PrerequisiteError, match=r"cannot be installed together.*pip uninstall"):
+        cuda_packages.check_packages()
+
+
+def test_the_variables_of_a_build_without_a_toolkit(tmp_path, monkeypatch):
+    nccl, home = tmp_path / "site" / "nccl", tmp_path / "cuda" / "nvidia" / "cu13"
+    for file in (
+        nccl / "lib" / "libnccl.so.2",
+        home / "lib" / "libcudart.so.13",
+        nccl / "include" / "nccl.h",
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    monkeypatch.setattr(cuda_packages, "find_nccl", lambda: nccl)
+    found = cuda_packages.build_variables(tmp_path / "cuda", {})
+    assert found["HOROVOD_CUDA_HOME"] == str(home)
+    assert found["CUDACXX"] == f"{home}/bin/nvcc"
+    assert (home / "lib64" / "libcudart.so").exists()
+    assert found["HOROVOD_NCCL_LINK"] == "SHARED"
+    assert (Path(found["HOROVOD_NCCL_HOME"]) / "lib" / "libnccl.so").exists()
+    assert (Path(found["HOROVOD_NCCL_HOME"]) / "include" / "nccl.h").exists()
+    assert "90" in found["HOROVOD_BUILD_CUDA_CC_LIST"].split(",")
+    own = {
+        "HOROVOD_CUDA_HOME": "/cuda",
+        "HOROVOD_NCCL_LIB": "/l",
+        "HOROVOD_BUILD_CUDA_CC_LIST": "80",
+    }
+    assert cuda_packages.build_variables(tmp_path, own) == {"HOROVOD_NCCL_LINK": "SHARED"}
+
+
+def test_a_wheel_with_nccl_is_cached_by_what_it_was_built_from(monkeypatch):
+    tensorflow = ("tensorflow", "2.21.0")
+    keys = {horovod_build.cache_key(NCCL, tensorflow)}
+    monkeypatch.setattr(cuda_packages, "installed_version", lambda name: "2.99.1")
+    keys.add(horovod_build.cache_key(NCCL, tensorflow))
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "90")
+    keys.add(horovod_build.cache_key(NCCL, tensorflow))
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", "/usr/local/cuda")
+    keys.add(horovod_build.cache_key(NCCL, tensorflow))
+    assert len(keys) == 4
 
 
 @pytest.mark.parametrize(
@@ -313,6 +348,60 @@ def test_the_build_asks_for_what_the_extra_of_the_package_lists():
     assert extra == list(horovod_build.BUILD_REQUIREMENTS)
 
 
+def own_environment(folder: Path) -> tuple[str, Path]:
+    """The interpreter of an environment that sees the packages of this one, and the folder of its packages."""
+    venv.create(folder / "env", with_pip=True, symlinks=True)
+    packages = next((folder / "env" / "lib").glob("*/site-packages"))
+    (packages / "these.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
+    return str(folder / "env" / "bin" / "python"), packages
+
+
+DECOY = "typedef int ncclResult_t; int ncclGetVersion(int* version) { *version = 1; return 0; }"
+#: Runs a sum of two ranks, and asks whose NCCL the process has after Horovod was imported.
+NCCL_PROOF = """
+import ctypes, sys
+from tfdist.collectives.horovod import import_horovod
+from tfdist.runtime.horovod_variables import has_nccl
+horovod = import_horovod()
+version = ctypes.c_int()
+ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+maps = {line.split()[-1] for line in open("/proc/self/maps") if "libnccl" in line}
+print(horovod.nccl_built(), has_nccl(), version.value, len(maps), "nvidia/nccl/lib" in maps.pop())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_build_with_nccl_needs_no_toolkit(tmp_path):
+    """In an environment of its own that sees the packages of this one."""
+    try:
+        horovod_prerequisites.check_toolchain(BuildOptions())
+    except PrerequisiteError as error:
+        pytest.skip(str(error))
+    python, _ = own_environment(tmp_path)
+    flags = ("--gpu_operations=nccl", f"--cache_dir={tmp_path}/wheels")
+    start = time.monotonic()
+    built = install(*flags, python=python)
+    if "No matching distribution" in built.stderr:
+        pytest.skip("PyPI cannot be reached.")
+    assert built.returncode == 0, built.stderr
+    assert "Built with gloo, nccl" in built.stdout
+    assert time.monotonic() - start < 360
+    # Another library of that name, earlier in the search path.
+    decoy = tmp_path / "libnccl.so.2"
+    compiler = ["cc", "-shared", "-x", "c", "-o", str(decoy), "-"]
+    subprocess.run(compiler, input=DECOY, text=True, check=True, timeout=60)
+    proof = install("-c", NCCL_PROOF, python=python, LD_LIBRARY_PATH=str(tmp_path))
+    assert proof.returncode == 0, proof.stderr
+    *built_in, version, libraries, is_of_tensorflow = proof.stdout.split()
+    assert built_in == ["True", "True"]
+    assert int(version) > 22_000
+    assert (libraries, is_of_tensorflow) == ("1", "True")
+    assert "was built before" in install(*flags, python=python).stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_build_from_nothing_and_one_from_the_cache(tmp_path):
@@ -321,13 +410,7 @@ def test_a_build_from_nothing_and_one_from_the_cache(tmp_path):
         horovod_prerequisites.check_toolchain(BuildOptions())
     except PrerequisiteError as error:
         pytest.skip(str(error))
-    venv.create(tmp_path / "env", with_pip=True, symlinks=True)
-    python = str(tmp_path / "env" / "bin" / "python")
-    packages = next((tmp_path / "env" / "lib").glob("*/site-packages"))
-    (packages / "these.pth").write_text(
-        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    )
-
+    python, packages = own_environment(tmp_path)
     built = install(f"--cache_dir={tmp_path}/the cache", python=python)
     if "No matching distribution" in built.stderr:
         pytest.skip("PyPI cannot be reached.")

@@ -41,6 +41,15 @@ def test_what_looks_like_a_secret_stays_here(monkeypatch, capsys):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("value", "goes"),
+    [("0,1", True), ("", True), ("-1", True), ("GPU-8932f937", False), ("0,MIG-GPU-1/2/3", False)],
+)
+def test_numbers_of_gpus_are_meant_for_each_host_and_names_are_not(monkeypatch, value, goes):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert remote._passed().get("CUDA_VISIBLE_DEVICES") == (value if goes else None)
+
+
 def test_variables_that_are_named_go_all_the_same(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv(remote.PASS, "HF_TOKEN,OTHER")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.backend import devices
 from tfdist.backend.keras.patching import Patch
 from tfdist.backend.kernels import has_kernels, kernels, kernels_enabled
 from tfdist.step.context import current_replica
@@ -64,7 +65,8 @@ def _normalize(self, inputs, training=None, mask=None, *, original):
         return original(self, inputs, training=training, mask=mask)
     channels = inputs.shape[3]
     outputs, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
-        x=tf.cast(inputs, dtype),
+        # A GPU's kernel takes 16-bit images, with statistics in float32.
+        x=inputs if devices.has_gpu() else tf.cast(inputs, dtype),
         scale=tf.cast(self.gamma, dtype) if self.scale else tf.ones([channels]),
         offset=tf.cast(self.beta, dtype) if self.center else tf.zeros([channels]),
         mean=tf.zeros([0]),
