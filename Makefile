@@ -57,6 +57,9 @@ test: setup ## The quick tests, some of each part
 test-all: setup ## All tests; of long ones an eighth, others with CROSS=2 to 8, all with CROSS=full (a day)
 	$(PY) -m pytest -q --cross=$(CROSS) $(TESTS)
 
+test-gpu: setup ## Tests on GPUs; two ranks share one where there is no second
+	$(PY) -m pytest -q -m gpu tests/gpu
+
 matrix: setup ## Quick tests on Pythons, TensorFlows and Kerases, in environments of their own
 	$(PY) -m tests.versions.matrix
 
@@ -93,5 +96,5 @@ clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all matrix lint format typecheck benchmark docs \
+.PHONY: help setup demo test test-all test-gpu matrix lint format typecheck benchmark docs \
   release peers clean

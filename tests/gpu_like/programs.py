@@ -7,8 +7,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from benchmarks.gpu.loopback import loopback
 from tests.gpu_like.placement import Step, function_of
-from tests.gpu_like.stand_in import DEVICE, loopback, pretend
+from tests.gpu_like.stand_in import DEVICE, pretend
 from tfdist import Mesh
 from tfdist.backend import devices
 from tfdist.backend.clock.stamps import Stamps, stamping
@@ -129,7 +130,7 @@ def of_one_step(axes: dict, has_gpu: bool, model: dict, whole: bool = True, **op
     long, attention._LONG = attention._LONG, 32
     try:
         keras.utils.set_random_seed(1)
-        made, x, y = gpt(strategy, dropout=0.0, **model)
+        made, x, _ = gpt(strategy, dropout=0.0, **model)
         x = np.random.default_rng(0).integers(0, 64, x.shape).astype("int32")
         step = tf.function(lambda x: strategy.run(made.train_step, args=((x, x),)), autograph=False)
         logs = step(tf.constant(x))

@@ -17,6 +17,7 @@ import cloudpickle
 
 from tfdist.runtime import connect
 from tfdist.runtime.rendezvous import Endpoint, environments, free_ports
+from tfdist.runtime.shared_gpus import shares_gpus
 from tfdist.utils import checks
 
 #: A function of a resolved mesh and an address that returns an Engine. TensorFlow, which an Engine
@@ -146,6 +147,10 @@ def serve(address: str, rank: str, engine_name: str, threads: str) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(int(threads))
     tf.config.threading.set_inter_op_parallelism_threads(max(int(threads), 2))
     _state.update(engine_name=engine_name, rank=int(rank))
+    if shares_gpus():
+        from tfdist.strategies.devices import pin_gpu
+
+        pin_gpu()
     if engine_name == "tensorflow":
         # It must precede the first operation of TensorFlow.
         engine()
