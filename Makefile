@@ -58,7 +58,7 @@ test-all: setup ## All tests; of long ones an eighth, others with CROSS=2 to 8, 
 	$(PY) -m pytest -q --cross=$(CROSS) $(TESTS)
 
 test-gpu: setup ## Tests on GPUs; two ranks share one where there is no second
-	$(PY) -m pytest -q -m gpu tests/gpu
+	$(PY) -m pytest -q -m gpu tests/gpu_like
 
 matrix: setup ## Quick tests on Pythons, TensorFlows and Kerases, in environments of their own
 	$(PY) -m tests.versions.matrix

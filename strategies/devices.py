@@ -44,7 +44,7 @@ def pin_gpu() -> None:
     """Makes only one GPU of the machine visible to this rank; does nothing without GPUs.
 
     A single visible GPU is taken as the launcher's choice for this rank. TensorFlow allocates its memory as it
-    is needed, unless the program has set another way: NCCL allocates memory beside TensorFlow.
+    is needed, unless the program has set another way: NCCL also allocates memory.
 
     Raises:
         ValueError: The machine has several GPUs, but fewer than ranks.

@@ -129,7 +129,7 @@ def files_too_long() -> int:
 
 
 FIGURES = (
-    Figure("lines of code of the core", 18_500, core_lines),
+    Figure("lines of code of the core", 20_500, core_lines),
     Figure("lines that a data parallel fit imports", 20_000, imported_lines, on_ranks=True),
     Figure("floors", 7, floors),
     Figure("contracts", 15, contracts, more_is_better=True),

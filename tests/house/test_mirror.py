@@ -9,7 +9,8 @@ from tests.house.sources import ROOT, rooms
 TESTS = ROOT / "tests"
 #: Of no room, or of several.
 ACROSS = {
-    *("benchmarks", "bugs", "docs", "examples", "extend", "faults", "hosts", "house"),
+    *("benchmarks", "bugs", "docs", "examples", "extend", "faults", "gpu_like"),
+    *("hosts", "house"),
     *("packaging", "parity", "values", "versions"),
 }
 

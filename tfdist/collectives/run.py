@@ -42,7 +42,7 @@ _local = _Local()
 def over_host() -> contextlib.AbstractContextManager[None]:
     """Has collectives of this thread inside use the memory of the host also on ranks with GPUs.
 
-    NCCL requires one order of all collectives, which collectives beside those of the step do not have.
+    NCCL requires one order of all collectives, which collectives outside the step do not have.
     """
     return attributes_set(_local, over_host=True)
 
@@ -123,7 +123,7 @@ def run(call: Call, tensor: tf.Tensor, *more):
 
 
 def _transport(operation: str, group: Group, dtype: tf.DType) -> tuple[Engine, bool]:
-    """The engine that executes an operation, and whether its tensors are on the host beside a GPU."""
+    """The engine that executes an operation, and whether its tensors stay on the host of a rank with a GPU."""
     uses_host = _local.over_host or group.engine.uses_host(operation, dtype)
     on_host = devices.has_gpu() and uses_host
     reduces = operation == "all_reduce"

@@ -61,7 +61,7 @@ def sort_by_expert(
 ) -> Permutation:
     """Sorts choices by expert; those of one expert keep the order of tokens.
 
-    Beside a GPU this is done by the host, which needs the number of rows of each expert for the exchange: it waits
+    On a rank with a GPU this is done by the host, which needs the number of rows of each expert for the exchange: it waits
     once for the choices.
 
     Args:

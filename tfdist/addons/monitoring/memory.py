@@ -108,7 +108,7 @@ class _NvmlMemory(ctypes.Structure):
 def driver_bytes() -> int | None:
     """The bytes in use on this rank's GPU by the driver's count; None without a GPU.
 
-    TensorFlow's allocator does not count what NCCL and CUDA allocate beside it, nor other programs on the GPU.
+    TensorFlow's allocator does not count what NCCL and CUDA allocate, nor other programs on the GPU.
     """
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:

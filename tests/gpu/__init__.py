@@ -1,1 +1,0 @@
-"""Tests that need a GPU: `make test-gpu`."""
