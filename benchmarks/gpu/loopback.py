@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import tensorflow as tf
 
@@ -55,7 +56,7 @@ class Loopback(Engine):
             return _copy(tf.zeros([size], dtype))
 
 
-def loopback(**axes: int) -> Loopback:
+def loopback(**axes: Any) -> Loopback:
     """The engine of rank 0 of a mesh with axes of these sizes."""
     return Loopback(Mesh(**axes).resolve(size=math.prod(axes.values()), rank=0))
 

@@ -120,7 +120,7 @@ def _losses(name: str, axes: dict, options: dict) -> list[float]:
     shared = strategy(Mesh(**axes), **options)
     keras.utils.set_random_seed(1)
     with shared.scope():
-        experts = {"num_experts": 4} if name == "expert" else {}
+        experts: dict[str, Any] = {"num_experts": 4} if name == "expert" else {}
         model = models.gpt(96, num_layers=2, width=64, num_heads=4, max_length=32, **experts)
         if name == "pipeline":
             model = PipelineModel(model, num_microbatches=4, input_shape=(32,))

@@ -170,6 +170,42 @@ def test_a_share_does_not_keep_the_whole(pool):
     assert max(pool.run(mebibytes_of_shares, 16, timeout=120)) < 1.2 * 16 * 4 / 2
 
 
+def transports_with_a_gpu() -> tuple[list[str], float]:
+    """By whom a rank with a GPU would have sums of two dtypes done, without and with NCCL, and a sum that is."""
+    import tensorflow as tf
+
+    from tfdist.backend import devices
+    from tfdist.collectives import all_reduce
+    from tfdist.collectives.run import _transport
+    from tfdist.testing import engine
+
+    world, has_gpu, name = engine(), devices.has_gpu, devices.device_name
+    devices.has_gpu, devices.device_name = (lambda: True), (lambda: "/CPU:0")
+    inner = world.inner
+    try:
+        found = []
+        for inner._by_nccl in (False, True):
+            for dtype in (tf.float32, tf.int32):
+                transport, on_host = _transport("all_reduce", world.group(), dtype)
+                found.append(f"{transport.lane}, {'host' if on_host else 'device'}")
+        return found, float(all_reduce(tf.constant(2), world.group()))
+    finally:
+        inner._by_nccl = False
+        devices.has_gpu, devices.device_name = has_gpu, name
+
+
+@on_ranks(("horovod", 2))
+def test_messages_between_hosts_serve_what_stays_on_the_host_of_a_gpu(pool):
+    for lanes, total in pool.run(transports_with_a_gpu, timeout=120):
+        assert lanes == [
+            "peer to peer, host",
+            "peer to peer, host",
+            "horovod, device",
+            "peer to peer, host",
+        ]
+        assert total == 4.0
+
+
 def hide_the_library_from(rank: int):
     """Makes an engine while one rank finds no library; what is logged meanwhile."""
     import logging

@@ -298,7 +298,7 @@ class Step:
 
 def _in_order(graph) -> list[tf.Operation]:
     """All operations, each after those that it uses or waits for."""
-    waiting = collections.Counter()
+    waiting: collections.Counter[tf.Operation] = collections.Counter()
     users = collections.defaultdict(list)
     operations = graph.get_operations()
     for op in operations:

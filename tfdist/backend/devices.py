@@ -40,13 +40,14 @@ def index_dtype() -> tf.DType:
     return tf.int64 if has_gpu() else tf.int32
 
 
-def on_host(condition: bool = True) -> contextlib.AbstractContextManager:
-    """Places operations inside on the CPU of a rank with a GPU.
+def on_host() -> contextlib.AbstractContextManager:
+    """Places operations inside on the CPU of a rank with a GPU."""
+    return placed(host=True)
 
-    Args:
-        condition: Whether they are placed there.
-    """
-    return tf.device("/CPU:0") if condition and has_gpu() else contextlib.nullcontext()
+
+def placed(host: bool) -> contextlib.AbstractContextManager:
+    """Places operations inside on the CPU or on the GPU of a rank with a GPU, also eager ones."""
+    return tf.device("/CPU:0" if host else device_name()) if has_gpu() else contextlib.nullcontext()
 
 
 def host_variables() -> contextlib.AbstractContextManager[None]:

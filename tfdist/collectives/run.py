@@ -107,7 +107,7 @@ def run(call: Call, tensor: tf.Tensor, *more):
     if tensor.shape.num_elements() == 0 and not call.operation.endswith("_uneven"):
         return tf.zeros(_output_shape(call, tensor.shape), tensor.dtype)
     transport, on_host = _transport(call.operation, group, more[1] if more[1:] else tensor.dtype)
-    with devices.on_host(on_host):
+    with devices.placed(on_host):
         wire, restore = _on_wire(tensor, transport, call)
         flight = group.engine.recorder.flight(
             unique_name(call.label),

@@ -161,7 +161,7 @@ class TensorFlowEngine(Engine):
 
     def _run(self, operation, tensor: tf.Tensor, group: Group, name: str, **options) -> tf.Tensor:
         on_device = self._is_on_device(tensor.dtype)
-        with devices.on_host(not on_device):
+        with devices.placed(not on_device):
             keyed = self._keyed(group, name, tensor, on_device)
             result = operation(input=tensor, **options, **keyed)
         if devices.has_gpu() and not on_device and not tf.executing_eagerly():
