@@ -73,11 +73,10 @@ class ParallelExtended(OneDeviceExtended):
         return attributes_set(self._local, step=step)
 
     def _create_variable(self, next_creator, **kwargs):
-        """Creates a variable on the device of the rank, or on the host in `devices.host_variables`."""
-        if not devices.places_variables_on_host():
-            return super()._create_variable(next_creator, **kwargs)
-        with devices.on_host():
+        """Creates a variable on the device of the rank, or on the host where `tf.device` names it."""
+        if devices.has_gpu() and devices.names_host():
             return next_creator(**kwargs)
+        return super()._create_variable(next_creator, **kwargs)
 
     def _call_for_each_replica(self, fn, args, kwargs):
         step = self._local.step
@@ -116,7 +115,7 @@ class ParallelExtended(OneDeviceExtended):
     @functools.cached_property
     def batch_logs_read(self) -> tf.Variable:
         """Whether a callback on any rank reads the logs of each batch: a bool variable."""
-        with tf.init_scope(), devices.on_host(), devices.host_variables():
+        with tf.init_scope(), devices.on_host():
             return tf.Variable(True, trainable=False, name="batch_logs_read")
 
     def _count_run(self) -> None:

@@ -18,7 +18,7 @@ _STRIDE = 0x9E3779B1
 @PATCHES.of(SeedGenerator, "__init__")
 def _init(self, *args, original, **kwargs):
     """Creates the state on the host, whose kernels read it."""
-    with devices.host_variables():
+    with devices.on_host():
         original(self, *args, **kwargs)
 
 

@@ -207,6 +207,26 @@ def copied_ahead() -> list[tuple[str, bool]]:
     return found
 
 
+def devices_of_variables() -> dict[str, str]:
+    """The devices of variables that are made in the scope of a strategy."""
+    strategy = strategy_on({"data": 2})
+    with strategy.scope():
+        found = {"weight": tf.Variable(1.0)}
+        with tf.device("/CPU:0"):
+            found["named"] = tf.Variable(1)
+        found["seed"] = keras.layers.Dropout(0.5).seed_generator.state.value
+        found["switch"] = strategy.extended.batch_logs_read
+
+        @tf.function
+        def trace():
+            if "traced" not in found:
+                with tf.device(devices.device_name()), tf.init_scope(), tf.device("/CPU:0"):
+                    found["traced"] = tf.Variable(1)
+
+        trace()
+    return {name: variable.device for name, variable in found.items()}
+
+
 def stamped() -> tuple[bool, bool]:
     """Whether a collective waits for the stamp of its begin, and whether the row is on the host."""
     strategy = strategy_on({"data": 2})

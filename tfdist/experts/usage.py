@@ -18,7 +18,7 @@ class ExpertUsage:
     """
 
     def __init__(self, num_experts: int):
-        with tf.init_scope(), devices.on_host(), devices.host_variables():
+        with tf.init_scope(), devices.on_host():
             # The last entry counts the dropped choices.
             self._counts = tf.Variable(tf.zeros([num_experts + 1], tf.float64), trainable=False)
 
