@@ -112,6 +112,21 @@ def test_a_layout_that_does_not_fit_is_refused():
         estimate(model, no_link, Layout(data=4), global_batch=4)
 
 
+def test_a_gpu_keeps_memory_for_each_of_its_groups():
+    """0.4 GB a group: the two axes, their pairs of neighbors from three stages on, and all ranks."""
+    model = Transformer(**{**SIZES, "layers": 4})
+    found = {}
+    for name, layout in {
+        "one": Layout(),
+        "data": Layout(data=2),
+        "both": Layout(tensor=2, pipeline=2, num_microbatches=2),
+        "deep": Layout(tensor=2, pipeline=4, num_microbatches=4),
+    }.items():
+        found[name] = estimate(model, machine("h100"), layout, global_batch=4).memory.process
+    assert found == pytest.approx({"one": 0, "data": 0.4e9, "both": 1.2e9, "deep": 1.6e9})
+    assert estimate(model, machine("tpu-v4"), Layout(data=2), global_batch=4).memory.process == 0
+
+
 def test_flops_of_dense_layers():
     """2 in out forward for a sample."""
     assert forward_flops(MLP([10, 20, 5])) == 2 * (10 * 20 + 20 * 5)
