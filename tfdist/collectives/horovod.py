@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import logging
+import math
 import os
 import socket
 import types
@@ -42,18 +43,20 @@ _CYCLE_MS_FOR_GRADIENTS = 5.0
 _CYCLE_MS_AT_REST = 25.0
 #: Between GPUs, whose steps are short and leave the cores idle.
 _CYCLE_MS_ON_GPUS = 0.2
-#: The mesh axes whose collectives the computation waits for.
-_LATENCY_CRITICAL = ("tensor", "context", "expert", "pipeline")
 
 
 def _cycle_ms(mesh: Mesh, has_p2p: bool, by_nccl: bool) -> float:
     """Horovod's polling interval on a resolved mesh, in ms."""
     if by_nccl:
-        waits = any(mesh.shape.get(axis, 1) > 1 for axis in _LATENCY_CRITICAL)
-        return 0.0 if waits else _CYCLE_MS_ON_GPUS
+        # The computation waits for collectives within a replica of the model.
+        return _CYCLE_MS_ON_GPUS if _has_only_replicas(mesh) else 0.0
     if not has_p2p:
         return _CYCLE_MS
     return _CYCLE_MS_AT_REST if mesh.size <= P2PEngine.max_group_size else _CYCLE_MS_FOR_GRADIENTS
+
+
+def _has_only_replicas(mesh: Mesh) -> bool:
+    return mesh.size == math.prod(mesh.shape[axis] for axis in mesh.replica_axes)
 
 
 def start(mesh: Mesh | None = None, *, deterministic: bool = False) -> Engine:
@@ -151,7 +154,7 @@ class HorovodEngine(Engine):
         self._by_nccl = hvd.nccl_built() and devices.has_gpu()
         cycle_ms = _cycle_ms(resolved, has_p2p, self._by_nccl)
         os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_ms))
-        if self._by_nccl and resolved.shape.get("data", 1) == 1:
+        if self._by_nccl and all(resolved.shape[axis] == 1 for axis in resolved.replica_axes):
             # The stream waits for the collective in place of the host. With a data axis that would also
             # delay the backward pass behind sums of gradients.
             os.environ.setdefault("HOROVOD_ENABLE_ASYNC_COMPLETION", "1")

@@ -123,7 +123,7 @@ def attention_gradients(
                 i,
                 j,
                 lambda bias: compute(of_row, of_column, bias),
-                lambda: [tf.zeros_like(each, dtype) for each in (of_row[0], key, value)],
+                lambda: tuple(tf.zeros_like(x, dtype) for x in (of_row[0], key, value)),
             )
             if not is_one:
                 of_query += query_gradients.read(i)
