@@ -368,7 +368,7 @@ horovod = import_horovod()
 version = ctypes.c_int()
 ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
 maps = {line.split()[-1] for line in open("/proc/self/maps") if "libnccl" in line}
-print(horovod.nccl_built(), has_nccl(), version.value, len(maps), "nvidia/nccl/lib" in maps.pop())
+print(bool(horovod.nccl_built()), has_nccl(), version.value, len(maps), "nvidia/nccl/lib" in maps.pop())
 """
 
 
