@@ -297,8 +297,8 @@ def ancestors(op: tf.Operation) -> set[tf.Operation]:
     return found
 
 
-def throttled(has_gpu: bool) -> tuple[int, int]:
-    """The number of buckets of a model's gradients, and of those whose backward pass waits for a sum."""
+def throttled(has_gpu: bool, mib: int) -> tuple[int, int]:
+    """The number of buckets of twelve gradients, and of gradients that wait for a sum."""
     strategy = strategy_on({"data": 2})
     pretend(has_gpu)
     options = GradientOptions()
@@ -309,7 +309,7 @@ def throttled(has_gpu: bool) -> tuple[int, int]:
         tensors = [tf.multiply(x, float(number)) for number in range(12)]
         return tensors, reduce_gradients(tensors, group, "mean", options)
 
-    graph = step.get_concrete_function(tf.TensorSpec([1 << 19])).graph
+    graph = step.get_concrete_function(tf.TensorSpec([mib << 18])).graph
     collectives = [op for op in graph.get_operations() if op.type == "DeepCopy"]
     made = [op for op in graph.get_operations() if op.type == "Mul"]
     waiting = [op for op in made if ancestors(op) & set(collectives)]
@@ -368,3 +368,13 @@ def traced_collectives(communication: str, has_gpu: bool) -> list[tuple]:
                         )
                     )  # fmt: skip
     return found
+
+
+def uses_host() -> dict[str, list[bool]]:
+    """Whether TensorFlow's engine has operations of two dtypes over the host, by operation."""
+    pretend()
+    engine = TensorFlowEngine(Mesh(), "auto")
+    return {
+        operation: [engine.uses_host(operation, dtype) for dtype in (tf.float32, tf.int32)]
+        for operation in ("all_reduce", "all_gather", "broadcast", "send", "receive")
+    }

@@ -14,7 +14,7 @@ def process():
         yield found
 
 
-@pytest.fixture(scope="module", params=[1024, 4096 * 4], ids=["whole", "blocks"])
+@pytest.fixture(scope="module", params=[2048, 4096 * 4], ids=["whole", "blocks"])
 def step(process, request):
     (found,) = process.run(programs.shapes_of, request.param, "mixed_bfloat16", timeout=200)
     return request.param, found
@@ -30,12 +30,12 @@ def test_products_have_the_dtype_of_the_policy(step):
 
 def test_loops_are_only_for_scores_that_do_not_fit(step):
     length, operations = step
-    assert any(kind in ("While", "StatelessWhile") for kind, *_ in operations) == (length > 1024)
+    assert any(kind in ("While", "StatelessWhile") for kind, *_ in operations) == (length > 2048)
 
 
 def test_transposes_have_at_most_four_dims(step):
     length, operations = step
     ranks = [(rank, name) for kind, _, rank, name in operations if kind == "Transpose"]
     assert ranks
-    if length == 1024:
+    if length == 2048:
         assert not [each for each in ranks if each[0] > 4]

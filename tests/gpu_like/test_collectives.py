@@ -60,6 +60,17 @@ def test_broadcasts_and_messages_never_go_by_nccl(nodes):
     assert all("CPU:0" in device and hint == "ring" for _, _, _, device, _, hint, *_ in sent)
 
 
+def test_messages_may_go_peer_to_peer_over_the_host(process):
+    (found,) = process.run(programs.uses_host, timeout=60)
+    assert found == {
+        "all_reduce": [False, True],
+        "all_gather": [False, True],
+        "broadcast": [True, True],
+        "send": [True, True],
+        "receive": [True, True],
+    }
+
+
 def test_host_and_device_have_groups_of_their_own(nodes):
     keys = {}
     for _, _, kind, device, key, *_ in nodes:
@@ -90,7 +101,9 @@ def test_nothing_waits_for_the_counts_of_collectives(process):
 
 @pytest.mark.timeout(120)
 def test_buckets_are_large_and_the_backward_pass_waits_for_none(process):
-    # Twelve gradients of 2 MiB: 24 MiB are one bucket of a GPU.
-    assert process.run(programs.throttled, True, timeout=60) == [(1, 0)]
-    ((count, waiting),) = process.run(programs.throttled, False, timeout=60)
-    assert count == 6 and waiting > 0
+    # Twelve gradients of 2 MiB are one bucket of a GPU, and six of a CPU.
+    assert process.run(programs.throttled, True, 2, timeout=60) == [(1, 0)]
+    assert process.run(programs.throttled, True, 64, timeout=60) == [(12, 0)]
+    for mib, expected in ((2, 6), (64, 12)):
+        ((count, waiting),) = process.run(programs.throttled, False, mib, timeout=60)
+        assert count == expected and waiting > 0
