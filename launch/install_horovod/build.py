@@ -32,6 +32,7 @@ from tfdist.launch.install_horovod.prerequisites import (
 )
 from tfdist.launch.sessions import run_in_session
 from tfdist.runtime.digests import matches_digest, write_digest
+from tfdist.runtime.horovod_variables import find_nccl
 from tfdist.utils.errors import TfdistError
 
 HOROVOD_VERSION = "0.28.1"
@@ -212,7 +213,7 @@ def _require_nccl(options: BuildOptions) -> None:
     """Install the NCCL that TensorFlow uses, which Horovod needs too, unless it is there or the user has another."""
     cuda_packages.check_packages()
     is_named = any(name.startswith("HOROVOD_NCCL_") for name in os.environ)
-    if not is_named and cuda_packages.find_nccl() is None:
+    if not is_named and find_nccl() is None:
         check_toolchain(options)  # Without NCCL there is no wheel in the cache either.
         _say(f"Installing {cuda_packages.NCCL}, which TensorFlow uses on GPUs.")
         with tempfile.TemporaryDirectory(prefix="tfdist-install-horovod-") as folder:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from tfdist.launch.install_horovod.prerequisites import PrerequisiteError, installed_version
+from tfdist.runtime.horovod_variables import find_nccl
 
 #: The compiler and what Horovod's one file of GPU kernels includes. CUDA 12's package lacks the compiler.
 _CUDA = "13.0"
@@ -31,14 +31,6 @@ ARCHITECTURES = "75,80,86,89,90,100,120"
 #: The oldest driver for CUDA 13.
 OLDEST_DRIVER = 580
 _DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def find_nccl() -> Path | None:
-    """The folder of the NCCL package in this environment, or None."""
-    found = importlib.util.find_spec("nvidia")
-    places = list(found.submodule_search_locations or []) if found is not None else []
-    folders = [Path(place, "nccl") for place in places]
-    return next((each for each in folders if (each / "lib" / "libnccl.so.2").exists()), None)
 
 
 def check_packages() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import logging
 import math
 import os
@@ -26,7 +25,7 @@ from tfdist.collectives.group import Group
 from tfdist.collectives.p2p import P2PEngine, with_p2p
 from tfdist.collectives.rank_sets import rank_sets
 from tfdist.mesh import Mesh
-from tfdist.runtime.horovod_variables import has_nccl, started_by_horovod
+from tfdist.runtime.horovod_variables import find_nccl, has_nccl, started_by_horovod
 from tfdist.runtime.schedulers import join, started_by_scheduler
 from tfdist.utils import checks
 from tfdist.utils.untested import say_untested
@@ -103,11 +102,9 @@ def _load_nccl() -> None:
     Whoever asks for it by name afterwards, Horovod and TensorFlow, gets this copy: two in a process do not
     share their state.
     """
-    packages = importlib.util.find_spec("nvidia") if has_nccl() else None
-    for folder in (packages and packages.submodule_search_locations) or ():
-        path = os.path.join(folder, "nccl", "lib", "libnccl.so.2")
-        if os.path.exists(path):
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    folder = find_nccl() if has_nccl() else None
+    if folder is not None:
+        ctypes.CDLL(str(folder / "lib" / "libnccl.so.2"), mode=ctypes.RTLD_GLOBAL)
 
 
 class HorovodEngine(Engine):

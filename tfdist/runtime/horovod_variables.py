@@ -1,4 +1,4 @@
-"""The environment variables that Horovod's launchers set, and what the installed Horovod was built with."""
+"""The environment variables that Horovod's launchers set, and the NCCL that it was built with."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def started_by_horovod(environment: Mapping[str, str] = os.environ) -> tuple[int
             )
     rank, size = (int(text) for text in found.values() if text)
     return rank, size
+
+
+def find_nccl() -> Path | None:
+    """The folder of the NCCL that `tensorflow[and-cuda]` installs, or None."""
+    found = importlib.util.find_spec("nvidia")
+    places = list(found.submodule_search_locations or []) if found is not None else []
+    folders = [Path(place, "nccl") for place in places]
+    return next((each for each in folders if (each / "lib" / "libnccl.so.2").exists()), None)
 
 
 def has_nccl() -> bool:
