@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from tests.gpu_like.stand_in import pretend
 
-AXES = {"data": {}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}}
+AXES: dict[str, dict[str, Any]] = {
+    "data": {},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+    "context": {"context": 2},
+}
 AXES |= {"expert": {"expert": 2}, "zero2": {}, "zero3": {}}
 
 
@@ -36,7 +42,7 @@ def main(layout: str) -> None:
     tf.raw_ops.CollectiveReduceScatterV2 = scatter
     name = layout.removeprefix("one-")
     options = {"zero_stage": int(name[-1])} if name.startswith("zero") else {}
-    axes = {} if layout.startswith("one") else AXES[name]
+    axes: dict[str, Any] = {} if layout.startswith("one") else AXES[name]
     strategy = tfdist.strategies.auto(tfdist.Mesh(**axes), **options)
     keras.utils.set_random_seed(1)
     with strategy.scope():
