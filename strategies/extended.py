@@ -11,6 +11,7 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist.backend import devices
 from tfdist.backend.graph.arrival import after_arrival
+from tfdist.backend.graph.compiling import excluded
 from tfdist.collectives import all_gather, all_reduce
 from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.data.first_batch import FirstBatch
@@ -125,7 +126,8 @@ class ParallelExtended(OneDeviceExtended):
         if self._runs is None:
             with tf.init_scope(), tf.device("/CPU:0"):
                 self._runs = tf.Variable(0, trainable=False, dtype=tf.int64, name="runs")
-        self._runs.assign_add(1, read_value=False)
+        with excluded():
+            self._runs.assign_add(1, read_value=False)
 
     def num_runs(self) -> int:
         """The number of calls of `strategy.run`, including those in graphs. Eager only."""

@@ -27,6 +27,7 @@ from tfdist.step.local_steps import local_optimizer
 from tfdist.strategies import keras_patches
 from tfdist.strategies.devices import pin_gpu
 from tfdist.strategies.extended import ParallelExtended
+from tfdist.strategies.keras_patches.compiling import compiled, compiles
 from tfdist.strategies.keras_patches.scopes import record_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
 from tfdist.utils import checks
@@ -254,6 +255,11 @@ class ParallelStrategy(DistributedStrategy):
         Returns:
             The return value of `fn` on this rank.
         """
+        if compiles(fn, self):
+            return compiled(self._run, fn, args, kwargs, options)
+        return self._run(fn, args, kwargs, options)
+
+    def _run(self, fn, args, kwargs, options):
         step = _keras_step(fn, args, self.gradient_group)
         with self.extended._running(step):
             outputs = super().run(fn, args=args, kwargs=kwargs, options=options)

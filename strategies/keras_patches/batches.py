@@ -9,7 +9,7 @@ from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.data.sharding import row_range
 from tfdist.step.context import strategy_of
 from tfdist.step.local_steps import global_parameters
-from tfdist.strategies.keras_patches.models import adopt_optimizers, refuse_xla, strategy_of_ranks
+from tfdist.strategies.keras_patches.models import adopt_optimizers, strategy_of_ranks
 
 PATCHES = Patches()
 
@@ -46,7 +46,6 @@ def _own_rows(model, batch):
     strategy = strategy_of_ranks(model)
     if strategy is None:
         return batch
-    refuse_xla(model, strategy)
     strategy.extended.batch_logs_read.assign(True)
     group, tokens, rows = strategy.row_group, strategy.token_group, _num_rows(batch)
     if rows % group.size == 0:

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend import devices
+from tfdist.backend.graph.compiling import is_compiled
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import CompileLoss, CompileMetrics
@@ -66,6 +67,12 @@ def _with_a_row(tensor: tf.Tensor) -> tf.Tensor:
         if tf.executing_eagerly():
             # The result of padding still has a gradient, even if it is empty.
             return tf.pad(tensor, [[0, 1]] + [[0, 0]] * (tensor.shape.rank - 1))
+
+        if is_compiled():
+            # XLA knows all sizes when it compiles, and then pads nothing; it has no condition of sizes.
+            lacking = tf.cast(tf.equal(tf.shape(tensor)[0], 0), tf.int32)
+            paddings = tf.pad([[0, lacking]], [[0, tensor.shape.rank - 1], [0, 0]])
+            return tf.ensure_shape(tf.pad(tensor, paddings), [None, *tensor.shape[1:]])
 
         def row():
             return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)

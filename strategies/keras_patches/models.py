@@ -33,15 +33,6 @@ def strategy_of_ranks(model) -> Any:
     return strategy
 
 
-def refuse_xla(model, strategy) -> None:
-    """Raises ValueError if XLA would compile steps."""
-    if model.jit_compile:
-        raise ValueError(
-            f"XLA cannot compile collectives of the {strategy.engine.name} engine. Received: "
-            f"compile(jit_compile=True) on {strategy.mesh.size} ranks. Use `jit_compile=False`."
-        )
-
-
 def adopt_optimizers(model, strategy) -> None:
     """Lets optimizers that were created outside the scope create their variables inside.
 

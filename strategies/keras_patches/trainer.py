@@ -28,7 +28,6 @@ from tfdist.strategies.keras_patches.data import batch_of, comparing_first_batch
 from tfdist.strategies.keras_patches.models import (
     adopt_optimizers,
     out_of_memory,
-    refuse_xla,
     strategy_of_ranks,
 )
 from tfdist.strategies.keras_patches.scopes import warn_of_no_scope
@@ -66,8 +65,6 @@ def _under_way(kind: str, original: Callable, model, *args, **kwargs) -> Iterato
     """
     arguments = _arguments(original, model, *args, **kwargs)
     strategy = strategy_of_ranks(model)
-    if strategy is not None and kind != "predict":
-        refuse_xla(model, strategy)
     given = arguments["callbacks"]
     if isinstance(given, keras.callbacks.CallbackList) and kind != "evaluate":
         arguments["callbacks"] = list(given.callbacks)

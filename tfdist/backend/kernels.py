@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.backend import devices
+from tfdist.backend.graph.compiling import is_compiled
 from tfdist.utils.lazy import find_addon
 from tfdist.utils.temporary import attributes_set
 
@@ -46,8 +47,7 @@ def enabling_kernels() -> contextlib.AbstractContextManager[None]:
 def kernels_enabled() -> bool:
     """Whether kernels may be used now: in a step of a strategy of tfdist, or in `enabling_kernels`.
 
-    XLA cannot compile them: on several ranks it compiles no step, on one rank if the model requests it. An
-    exported model must run without the library; it is traced outside of steps.
+    XLA cannot compile them. An exported model must run without the library; it is traced outside of steps.
     """
     if _local.enabled:
         return has_kernels()
@@ -56,4 +56,6 @@ def kernels_enabled() -> bool:
     if mesh is None or not has_kernels():
         return False
     step = getattr(replica, "step", None)
-    return mesh.size > 1 or (step is not None and not step.model.jit_compile)
+    if mesh.size == 1:
+        return step is not None and not step.model.jit_compile
+    return not is_compiled()

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist.backend import devices
 from tfdist.backend.graph.arrival import arrival
+from tfdist.backend.graph.compiling import excluded, mark_sized_by_values
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.engine import shape_of as shape_of
 from tfdist.collectives.group import Group
@@ -109,17 +110,25 @@ def run(call: Call, tensor: tf.Tensor, *more):
     transport, on_host = _transport(call.operation, group, more[1] if more[1:] else tensor.dtype)
     with devices.placed(on_host):
         wire, restore = _on_wire(tensor, transport, call)
-        flight = group.engine.recorder.flight(
-            unique_name(call.label),
-            group,
-            transport.lane,
-            call.needed,
-            gates=on_host or not devices.has_gpu(),
-        )
-        with flight.begin(wire) as wire:
-            operation = getattr(transport, call.operation)
-            result = operation(wire, *more, *call.arguments, flight.name)
-        return restore(flight.end(result))
+        with excluded():
+            result = _flown(call, wire, more, transport, gates=on_host or not devices.has_gpu())
+        return restore(result)
+
+
+def _flown(call: Call, wire: tf.Tensor, more: tuple, transport: Engine, *, gates: bool):
+    """The result of a collective of a tensor that the transport can send; recorded."""
+    group = call.group
+    flight = group.engine.recorder.flight(
+        unique_name(call.label), group, transport.lane, call.needed, gates=gates
+    )
+    with flight.begin(wire) as wire:
+        operation = getattr(transport, call.operation)
+        result = operation(wire, *more, *call.arguments, flight.name)
+    result = flight.end(result)
+    if call.operation.endswith("_uneven"):
+        for tensor in tf.nest.flatten(result):
+            mark_sized_by_values(tensor)
+    return result
 
 
 def _transport(operation: str, group: Group, dtype: tf.DType) -> tuple[Engine, bool]:
@@ -286,4 +295,5 @@ def _use(sent: tf.Tensor, name: str, on_host: bool) -> None:
     some = tf.reshape(sent, [-1])[:1]
     some = tf.math.real(some) if sent.dtype.is_complex else some
     total = tf.cast(tf.reduce_sum(tf.cast(some, tf.float32)), sent.dtype)
-    tf.raw_ops.AssignVariableOp(resource=handle, value=total)
+    with excluded():
+        tf.raw_ops.AssignVariableOp(resource=handle, value=total)

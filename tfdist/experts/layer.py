@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend import devices
-from tfdist.backend.graph.compiling import check_sizes_may_change
+from tfdist.backend.graph.compiling import check_sizes_may_change, excluded
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.collectives import all_gather, all_reduce
 from tfdist.collectives.mappings import copy_to_region
@@ -23,7 +23,7 @@ from tfdist.experts.losses import (
     router_z_loss,
 )
 from tfdist.experts.network import ExpertNetworks
-from tfdist.experts.permutation import capacity_of, sort_by_expert
+from tfdist.experts.permutation import capacity_of, count_by_expert, sort_by_expert
 from tfdist.experts.router import SCORES, Routing, route
 from tfdist.experts.usage import ExpertUsage
 from tfdist.layers.base import check_divides
@@ -263,18 +263,21 @@ class MixtureOfExperts(TwoProducts):
         capacity = None
         if factor is not None:
             capacity = capacity_of(tf.shape(tokens)[0], self.top_k, self.num_experts, factor)
-        permutation = sort_by_expert(
-            routing.experts, self.num_experts, is_there=are_there(), capacity=capacity, gates=gates
-        )
+        # The number of rows of an expert depends on values.
+        with excluded():
+            permutation = sort_by_expert(
+                routing.experts, self.num_experts, is_there=are_there(), capacity=capacity, gates=gates
+            )
         if training:
             self._count_usage(routing, permutation)
         if self._group is not None:
             if not self.sequence_parallel:
                 tokens = copy_to_region(tokens, self._group, name=f"{self.name}/tokens")
             gates = copy_to_region(gates, self._group, name=f"{self.name}/gates")
-        return through_experts(
-            tokens, gates, permutation, self._networks, self._expert_group, self.name
-        )
+        with excluded():
+            return through_experts(
+                tokens, gates, permutation, self._networks, self._expert_group, self.name
+            )
 
     def _balance(self, routing: Routing, inputs: tf.Tensor, mask, training: bool) -> None:
         """Adds the losses, and updates the bias."""
@@ -310,11 +313,7 @@ class MixtureOfExperts(TwoProducts):
 
     def _count_usage(self, routing: Routing, permutation) -> None:
         with devices.on_host():
-            chosen = tf.math.bincount(
-                tf.reshape(routing.experts, [-1]),
-                minlength=self.num_experts,
-                maxlength=self.num_experts,
-            )
+            chosen = count_by_expert(routing.experts, self.num_experts)
             there = are_there()
             if there is not None:
                 chosen = tf.where(there, chosen, 0)

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.backend import devices
 from tfdist.collectives import all_reduce
+from tfdist.experts.permutation import count_by_expert
 from tfdist.step.context import ReplicaContext, current_replica, role_of
 
 
@@ -67,9 +68,7 @@ def count_choices(experts: tf.Tensor, num_experts: int, tokens: Tokens) -> tf.Te
     with devices.on_host():
         if tokens.counted is not None:
             experts = tf.where(tokens.counted[:, None], experts, num_experts)
-        size = num_experts + 1
-        counts = tf.math.bincount(tf.reshape(experts, [-1]), minlength=size, maxlength=size)
-        return tf.cast(tf.ensure_shape(counts, [size])[:num_experts], tf.float32)
+        return tf.cast(count_by_expert(experts, num_experts + 1)[:num_experts], tf.float32)
 
 
 def balance_loss(counts: tf.Tensor, probabilities: tf.Tensor, tokens: Tokens) -> tf.Tensor:
@@ -113,7 +112,7 @@ def balance_loss_of_sequences(
         if tokens.counted is not None:
             flat = tf.where(tf.repeat(tokens.counted, top_k), flat, size)
         # One more bin, for the excluded choices.
-        counts = tf.math.bincount(flat, minlength=size + 1, maxlength=size + 1)[:size]
+        counts = count_by_expert(flat, size + 1)[:size]
         counts = tf.cast(tf.reshape(counts, [num_sequences, num_experts]), tf.float32)
     shape = [num_sequences, length, num_experts]
     sums = tf.reduce_sum(tf.reshape(tokens.only(probabilities), shape), axis=1)

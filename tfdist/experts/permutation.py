@@ -51,6 +51,17 @@ def capacity_of(tokens: tf.Tensor, top_k: int, num_experts: int, factor: float) 
     return tf.cast(tf.math.ceil(even * factor), tf.int32)
 
 
+def count_by_expert(experts: tf.Tensor, num_experts: int | tf.Tensor) -> tf.Tensor:
+    """How often each expert is chosen: int32, [num_experts]; in contrast to `bincount` of a known size.
+
+    Args:
+        experts: int32, of any shape, less than `num_experts`.
+        num_experts: The number of experts.
+    """
+    flat = tf.reshape(experts, [-1])
+    return tf.math.unsorted_segment_sum(tf.ones_like(flat), flat, num_experts)
+
+
 def sort_by_expert(
     experts: tf.Tensor,
     num_experts: int,
@@ -82,8 +93,7 @@ def _sorted(experts, num_experts: int, is_there, capacity, gates) -> Permutation
         flat = tf.where(is_there, flat, num_experts)
     if capacity is not None:
         flat = _within_capacity(flat, tf.reshape(gates, [-1]), num_experts, capacity)
-    counts = tf.math.bincount(flat, minlength=num_experts + 1, maxlength=num_experts + 1)
-    counts = tf.ensure_shape(counts, [num_experts + 1])[:num_experts]
+    counts = count_by_expert(flat, num_experts + 1)[:num_experts]
     order = tf.argsort(flat, stable=True)
     places = tf.reshape(tf.math.invert_permutation(order), tf.shape(experts))
     places.set_shape(experts.shape)

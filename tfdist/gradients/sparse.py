@@ -67,8 +67,10 @@ def _lookups(gradient: tf.IndexedSlices) -> list[tf.IndexedSlices]:
 
 
 def _reduce_lookup(gradient: tf.IndexedSlices, group: Group, name: str) -> tf.IndexedSlices:
-    values = all_gather(gradient.values, group, uneven=True, name=f"{name}/rows")
-    indices = all_gather(gradient.indices, group, uneven=True, name=f"{name}/indices")
+    # A size that is known in a graph is the same on all ranks.
+    uneven = tf.executing_eagerly() or gradient.indices.shape[0] is None
+    values = all_gather(gradient.values, group, uneven=uneven, name=f"{name}/rows")
+    indices = all_gather(gradient.indices, group, uneven=uneven, name=f"{name}/indices")
     # Eager tensors have no history: equal ids on all ranks count as independent of the batch.
     if not tf.executing_eagerly() and not is_independent_of_batch(gradient.indices):
         return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.backend import devices
+from tfdist.backend.graph.compiling import excluded
 from tfdist.backend.graph.order import in_any_order
 from tfdist.utils import checks
 from tfdist.utils.temporary import attributes_set
@@ -66,11 +67,13 @@ class Cell:
 
     def write(self, value: tf.Tensor) -> None:
         """Sets the number."""
-        tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+        with excluded():
+            tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
 
     def read(self) -> tf.Tensor:
         """The number."""
-        return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
+        with excluded():
+            return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
 
 
 class Stamps:
@@ -230,7 +233,7 @@ def time_after(tensors: Sequence) -> tf.Tensor:
         for part in tensors
         if part is not None
     ]
-    with tf.control_dependencies(flat), tf.device("/CPU:0"):
+    with tf.control_dependencies(flat), tf.device("/CPU:0"), excluded():
         now = tf.timestamp()
     if not tf.executing_eagerly():
         in_any_order(now.op)

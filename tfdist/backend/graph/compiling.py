@@ -1,22 +1,74 @@
-"""Detects whether XLA compiles parts of a step that were not marked for it."""
+"""What the code of a step has to know and to say about compilation by XLA."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
+import threading
 from collections.abc import Callable
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from tfdist.utils.temporary import attributes_set
+
+_SIZED_BY_VALUES = "_tfdist_sized_by_values"
+
+
+class _Local(threading.local):
+    is_compiled: bool = False
+
+
+_local = _Local()
+
+
+def compiling() -> contextlib.AbstractContextManager[None]:
+    """A context in which the traced step will be compiled, except for what it excludes."""
+    return attributes_set(_local, is_compiled=True)
+
+
+def is_compiled() -> bool:
+    """Whether the traced step will be compiled, except for what it excludes."""
+    return _local.is_compiled
+
+
+def excluded() -> contextlib.AbstractContextManager:
+    """Excludes operations inside from the compilation of the traced step."""
+    if not _local.is_compiled or tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return tf.xla.experimental.jit_scope(compile_ops=False)
+
+
+def is_excluded(op: tf.Operation) -> bool:
+    """Whether an operation is excluded from compilation, by `excluded` or by `jit_scope` of TensorFlow."""
+    compile_it = op.node_def.attr.get("_XlaCompile")
+    return compile_it is not None and not compile_it.b
+
+
+def mark_sized_by_values(tensor: tf.Tensor) -> None:
+    """Declares that the sizes of a tensor depend on values, if its graph does not show it."""
+    if tf.is_symbolic_tensor(tensor):
+        tensor.op._set_attr(_SIZED_BY_VALUES, attr_value_pb2.AttrValue(b=True))
+
+
+def is_sized_by_values(op: tf.Operation) -> bool:
+    """Whether `mark_sized_by_values` was called for a result of an operation."""
+    return _SIZED_BY_VALUES in op.node_def.attr
 
 
 def needs_fixed_sizes() -> bool:
     """Whether sizes in a step must not depend on values.
 
-    TensorFlow compiles clusters of any graph if `TF_XLA_FLAGS` or `tf.config.optimizer.set_jit` enable
+    True in a compiled step. Also, TensorFlow compiles clusters of any graph if `TF_XLA_FLAGS` or `tf.config.optimizer.set_jit` enable
     it. For two consecutive filters, such as `tf.boolean_mask`, XLA silently returns different rows than
     TensorFlow.
     """
+    return _local.is_compiled or _clusters_are_compiled()
+
+
+def _clusters_are_compiled() -> bool:
     flags = os.environ.get("TF_XLA_FLAGS", "").strip()
     if flags and not flags.startswith("-"):
         return True  # A file of flags.
@@ -48,7 +100,7 @@ def check_sizes_may_change(what: str) -> None:
     Raises:
         ValueError: XLA compiles the graph.
     """
-    if not tf.executing_eagerly() and needs_fixed_sizes():
+    if not tf.executing_eagerly() and _clusters_are_compiled():
         raise ValueError(
             f"XLA cannot compile {what}: the number of rows for a rank depends on values. Received: "
             f"TF_XLA_FLAGS={os.environ.get('TF_XLA_FLAGS', '')!r}, tf.config.optimizer.get_jit()="

@@ -1,0 +1,134 @@
+"""`jit_compile` of a model on several ranks: XLA compiles the parts of a step between collectives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+from tensorflow.python.framework import func_graph
+
+from tfdist.backend.graph.compiling import compiling
+from tfdist.backend.keras.attributes import Attribute
+from tfdist.backend.keras.patching import Patches
+from tfdist.backend.keras.private import TensorFlowTrainer, all_layers
+from tfdist.backend.xla.obstacles import Obstacle
+from tfdist.step.context import DistributedStrategy, strategy_of
+from tfdist.utils.temporary import attributes_set
+
+PATCHES = Patches()
+
+_logger = logging.getLogger("tfdist")
+
+#: Whether `jit_compile="auto"` was resolved to True for a model.
+_is_automatic = Attribute("_tfdist_compiles_automatically")
+
+
+@PATCHES.of(TensorFlowTrainer, "_resolve_auto_jit_compile", "self")
+def _resolve_auto_jit_compile(self, *, original):
+    """Compiles on GPUs also under a strategy, as Keras does without one."""
+    if strategy_of(self) is None:
+        return original(self)
+    with attributes_set(self, _distribute_strategy=None):
+        resolved = original(self)
+    _is_automatic.set(self, resolved)
+    return resolved
+
+
+@PATCHES.of(TensorFlowTrainer, "_make_function", "self", "step_function")
+def _make_function(self, step_function, *, original):
+    """Has `strategy.run` compile the step of several ranks, whose collectives XLA cannot compile."""
+    strategy = strategy_of(self)
+    if strategy is None or strategy.mesh.size == 1:
+        return original(self, step_function)
+    with attributes_set(self, _jit_compile=False):
+        return original(self, step_function)
+
+
+def compiles(fn: Callable, strategy: DistributedStrategy) -> bool:
+    """Whether a call of `strategy.run` is the step of a model that is to be compiled, during its trace."""
+    model = getattr(fn, "__self__", None)
+    return (
+        strategy.mesh.size > 1
+        and isinstance(model, keras.Model)
+        and not tf.executing_eagerly()
+        and bool(model.jit_compile)
+    )
+
+
+def compiled(run: Callable, fn: Callable, args: Sequence, kwargs, options):
+    """Traces `run(fn, args, kwargs, options)`, and calls it with compiled parts in the current graph.
+
+    Args:
+        run: Runs a function on this rank.
+        fn: The step of a model.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        options: As in `tf.distribute.Strategy.run`.
+
+    Raises:
+        ValueError: XLA cannot compile an operation of the step, and the model was compiled with
+            `jit_compile=True`.
+    """
+    from tfdist.backend.xla.emit import Compiler
+
+    model = fn.__self__
+    flat = tf.nest.flatten((args, kwargs), expand_composites=True)
+    places = [place for place, value in enumerate(flat) if tf.is_tensor(value)]
+
+    def traced(*tensors):
+        values = list(flat)
+        for place, tensor in zip(places, tensors, strict=True):
+            values[place] = tensor
+        own = tf.nest.pack_sequence_as((args, kwargs), values, expand_composites=True)
+        with compiling():
+            return run(fn, *own, options)
+
+    given = [flat[place] for place in places]
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given]
+    graph = func_graph.func_graph_from_py_func(
+        "compiled_step", traced, specs, {}, add_control_dependencies=True
+    )
+    compiler = Compiler(graph)
+    outputs = iter(compiler.compile()(*given, *(outside for outside, _ in graph.captures)))
+    _report(model, compiler.summary)
+    structured = tf.nest.flatten(graph.structured_outputs, expand_composites=True)
+    results = [next(outputs) if tf.is_tensor(each) else each for each in structured]
+    return tf.nest.pack_sequence_as(graph.structured_outputs, results, expand_composites=True)
+
+
+def _report(model, summary) -> None:
+    """Logs what was compiled, and raises or warns of what could not be."""
+    strategy = strategy_of(model)
+    if strategy is None or strategy.is_chief:
+        _logger.info(
+            "XLA compiles %d operations of a step of `%s` in %d parts (%d different ones); %d run between "
+            "them.",
+            summary.compiled,
+            model.name,
+            summary.islands,
+            summary.distinct,
+            summary.others,
+        )
+    import os
+    if os.environ.get("DBG"): print(*summary.obstacles, sep="\n", flush=True)
+    if not summary.obstacles:
+        return
+    first, more = summary.obstacles[0], len(summary.obstacles) - 1
+    found = f"{_layer_of(model, first)}{first}{f'; and {more} more' if more else ''}"
+    if not _is_automatic(model, False):
+        raise ValueError(
+            f"XLA cannot compile the step of `{model.name}`. Received: jit_compile=True, and {found}. Use "
+            'jit_compile="auto", which leaves out such operations on GPUs, or False; or exclude them with '
+            "`tf.xla.experimental.jit_scope(compile_ops=False)`."
+        )
+    if strategy is None or strategy.is_chief:
+        _logger.warning("XLA does not compile a part of the step of `%s`: %s.", model.name, found)
+
+
+def _layer_of(model, obstacle: Obstacle) -> str:
+    """The layer that an operation belongs to, by the names in the operation's."""
+    scopes = set(obstacle.name.split("/"))
+    named = [layer.name for layer in all_layers(model, include_self=False) if layer.name in scopes]
+    return f"the layer `{named[-1]}` with " if named else ""

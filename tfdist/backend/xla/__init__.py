@@ -1,0 +1,1 @@
+"""Compiles the parts of a step that XLA can compile."""
