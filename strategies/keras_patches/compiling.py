@@ -1,4 +1,4 @@
-"""`jit_compile` of a model on several ranks: XLA compiles the parts of a step between collectives."""
+"""`jit_compile` of a model under a strategy: XLA compiles the parts of a step between collectives."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _resolve_auto_jit_compile(self, *, original):
 
 @PATCHES.of(TensorFlowTrainer, "_make_function", "self", "step_function")
 def _make_function(self, step_function, *, original):
-    """Has `strategy.run` compile the step of several ranks, whose collectives XLA cannot compile."""
+    """Has `strategy.run` compile the step: XLA cannot compile collectives, which several ranks have."""
     strategy = strategy_of(self)
-    if strategy is None or strategy.mesh.size == 1:
+    if strategy is None or not _divides(self, strategy):
         return original(self, step_function)
     with attributes_set(self, _jit_compile=False):
         return original(self, step_function)
@@ -50,11 +50,19 @@ def compiles(fn: Callable, strategy: DistributedStrategy) -> bool:
     """Whether a call of `strategy.run` is the step of a model that is to be compiled, during its trace."""
     model = getattr(fn, "__self__", None)
     return (
-        strategy.mesh.size > 1
-        and isinstance(model, keras.Model)
-        and not tf.executing_eagerly()
+        isinstance(model, keras.Model)
         and bool(model.jit_compile)
+        and not tf.executing_eagerly()
+        and _divides(model, strategy)
     )
+
+
+def _divides(model, strategy: DistributedStrategy) -> bool:
+    """Whether the step of a compiled model may have operations that XLA cannot compile.
+
+    One rank has no collectives: with `jit_compile=True` XLA compiles its step as a whole, as without a strategy.
+    """
+    return strategy.mesh.size > 1 or _is_automatic(model, False)
 
 
 def compiled(run: Callable, fn: Callable, args: Sequence, kwargs, options):
@@ -111,8 +119,6 @@ def _report(model, summary) -> None:
             summary.distinct,
             summary.others,
         )
-    import os
-    if os.environ.get("DBG"): print(*summary.obstacles, sep="\n", flush=True)
     if not summary.obstacles:
         return
     first, more = summary.obstacles[0], len(summary.obstacles) - 1

@@ -15,6 +15,8 @@ from tensorflow.core.framework import attr_value_pb2
 from tfdist.utils.temporary import attributes_set
 
 _SIZED_BY_VALUES = "_tfdist_sized_by_values"
+#: The attribute of operations that compute again what was computed before, to save memory.
+AGAIN = "_tfdist_again"
 
 
 class _Local(threading.local):

@@ -15,7 +15,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 
+from tfdist.backend.graph.compiling import AGAIN
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.graph.tapes import current_pass
@@ -184,6 +186,7 @@ def _copy(tensor: tf.Tensor, known: set[str], copies: dict) -> tf.Tensor:
             continue
         attributes = dict(operation.node_def.attr)
         attributes.pop("_class", None)
+        attributes[AGAIN] = attr_value_pb2.AttrValue(b=True)
         copy = operation.graph.create_op(
             operation.type,
             [_found(t, known, copies) for t in operation.inputs],

@@ -12,6 +12,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from tensorflow.python.eager import context
 
 from tfdist.backend import devices
+from tfdist.backend.graph.compiling import AGAIN
 from tfdist.backend.graph.order import in_any_order
 from tfdist.backend.keras.functional import add_functions, functions_of
 from tfdist.backend.xla.islands import Division, Part, divide
@@ -80,10 +81,6 @@ class Compiler:
     def _function(self, graph, inputs: Inputs, **options):
         division = divide(graph, inputs, self._functions)
         self.summary.obstacles += [each for each in division.obstacles if each.reason]
-
-        import os, collections
-        if os.environ.get("DBG"):
-            print("DBG", graph.name, collections.Counter((p.is_compiled, o.type, o.name in division.dbg) for p in division.parts if not p.is_compiled for o in p.operations).most_common(40), [(len(p.operations)) for p in division.parts if p.is_compiled], flush=True)
 
         def with_islands(*given):
             return _Emission(self, graph, division, given).run()
@@ -305,6 +302,9 @@ class _Definition:
         if op.name in self._names:
             return
         inputs = [self._input(tensor) for tensor in op.inputs]
+        if not self._plain and AGAIN in op.node_def.attr:
+            pairs = zip(op.inputs, inputs, strict=True)
+            inputs = [self._behind_barrier(tensor, name) for tensor, name in pairs]
         if not self._plain:
             before = self._division.before.get(op.name, ())
             by_data = {tensor.op.name for tensor in op.inputs}
@@ -329,6 +329,20 @@ class _Definition:
             return self._constant(tensor, value)
         self._add(op)
         return self.renamed(tensor.name)
+
+    def _behind_barrier(self, tensor: tf.Tensor, name: str) -> str:
+        """The input of an operation that computes again: XLA would take what was computed before."""
+        source = tensor.op
+        if AGAIN in source.node_def.attr or source.name in self._division.repeated:
+            return name
+        key = f"{tensor.name}/barrier"
+        if key not in self._names:
+            node = self.graph_def.node.add()
+            node.name = self._names[key] = f"n{len(self._names)}"
+            node.op = "XlaOptimizationBarrier"
+            node.input.append(name)
+            node.attr["T"].list.type.append(tensor.dtype.as_datatype_enum)
+        return f"{self._names[key]}:0"
 
     def _constant(self, tensor: tf.Tensor, value) -> str:
         key = f"{tensor.op.name}/value_{tensor.value_index}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
@@ -21,6 +21,7 @@ from tfdist.backend.xla.obstacles import (
     Functions,
     Obstacle,
     called,
+    has_list,
     obstacles,
     sorted_operations,
 )
@@ -28,6 +29,8 @@ from tfdist.backend.xla.sizes import CONSTANTS, Inputs, Sizes
 
 #: Parts with fewer operations stay as they are: starting a compiled part takes as long as some operations.
 _FEWEST = 6
+#: A part is divided for the sake of collectives if each piece has at least this number of operations.
+_PIECE = 100
 #: Not counted among these.
 _FREE = frozenset({"Identity", "IdentityN", "NoOp", "ReadVariableOp", "StopGradient"})
 #: Operations with negligible cost: they are repeated in each part that uses their results.
@@ -81,24 +84,38 @@ def divide(graph, inputs: Inputs, functions: Functions) -> Division:
     sizes = Sizes(operations, graph.inputs, inputs)
     found = list(obstacles(operations, sizes, functions, arguments))
     outside = {op.name for op, _ in found}
-    repeated = _repeated(operations, arguments, sizes, outside)
-    listed = [op for op in operations if op.name not in arguments and op.name not in repeated]
-    before = _dependencies(listed, repeated, arguments)
-    # A function that is called many times is compiled once, and not in each part that calls it.
-    alone = {op.name for op in listed if op.name not in outside and _calls_one(op, functions)}
-    early = _early(operations, alone, sizes, arguments)
-    first = _first(listed, outside, early)
-    groups = _groups(listed, before, outside | alone, early - outside, first)
-    parts = [
-        Part(members, True)
-        if len(members) > 1 or members[0].name in alone
-        else Part(members, False)
+    created = {op.name: place for place, op in enumerate(graph.get_operations())}
+    while True:
+        repeated = _repeated(operations, arguments, sizes, outside)
+        listed = [op for op in operations if op.name not in arguments and op.name not in repeated]
+        before, soft = _dependencies(listed, repeated | arguments, outside)
+        # A function that is called many times is compiled once, and not in each part that calls it.
+        alone = {op.name for op in listed if op.name not in outside and _calls_one(op, functions)}
+        early = _early(operations, alone, sizes, arguments)
+        first = _first(listed, outside, early)
+        groups = _groups(listed, before, outside | alone, early - outside, first, created)
+        lists = _lists_across(groups)
+        if not lists:
+            break
+        # A list cannot be passed from one compiled part to another.
+        outside |= lists
+    parts = [Part(each, len(each) > 1 or each[0].name in alone) for each in groups]
+    _add_soft(parts, before, soft)
+    found_obstacles = [each for _, each in found]
+    return Division(_joined(_in_order(parts, before)), repeated, before, sizes, found_obstacles)
+
+
+def _lists_across(groups: Iterable[Sequence[tf.Operation]]) -> set[str]:
+    """The names of operations on lists of tensors, where a list is passed from one group to another."""
+    group_of = {op.name: place for place, members in enumerate(groups) for op in members}
+    on_lists = [op for members in groups if len(members) > 1 for op in members if has_list(op)]
+    crossing = any(
+        tensor.dtype == tf.variant and group_of.get(tensor.op.name) != group_of[op.name]
         for members in groups
-    ]
-    Division.dbg = outside
-    return Division(
-        _joined(_in_order(parts, before)), repeated, before, sizes, [each for _, each in found]
+        for op in members
+        for tensor in op.inputs
     )
+    return {op.name for op in on_lists} if crossing else set()
 
 
 def _calls_one(op: tf.Operation, functions: Functions) -> bool:
@@ -175,27 +192,66 @@ def _users(read: tf.Operation, after: dict[str, list[tf.Operation]]) -> Iterable
 
 
 def _dependencies(
-    listed: Sequence[tf.Operation], repeated: set[str], arguments: set[str]
-) -> dict[str, list[str]]:
+    listed: Sequence[tf.Operation], skipped: set[str], outside: set[str]
+) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
     """The names of the operations in parts on which each operation depends by data or by order.
 
     An operation that changes a variable waits for those that use what repeated reads have returned.
+
+    Returns:
+        The names by operation; and pairs of an operation outside of compiled parts, and one without side effects
+        inside that is to wait for it if possible, such as a gradient for an earlier bucket of gradients.
     """
-    skipped = repeated | arguments
     before: dict[str, list[str]] = {}
+    soft: list[tuple[str, str]] = []
     readers: dict[str, list[str]] = collections.defaultdict(list)
     for op in listed:
-        direct = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+        may_wait = op.name in outside or op._is_stateful
+        direct = [tensor.op for tensor in op.inputs]
+        for each in op.control_inputs:
+            if may_wait or each.name not in outside:
+                direct.append(each)
+            else:
+                soft.append((each.name, op.name))
         before[op.name] = list(
             dict.fromkeys(each.name for each in direct if each.name not in skipped)
         )
-        for handle in _handles_read(op, repeated):
+        for handle in _handles_read(op, skipped):
             readers[handle].append(op.name)
     for op in listed:
         for handle in changed_by(op):
             more = (name for name in readers[handle] if name != op.name)
             before[op.name] = list(dict.fromkeys([*before[op.name], *more]))
-    return before
+    return before, soft
+
+
+def _add_soft(
+    parts: Sequence[Part], before: dict[str, list[str]], soft: Iterable[tuple[str, str]]
+) -> None:
+    """Adds the dependencies that are possible: those that do not let a part wait for itself."""
+    part_of = {op.name: place for place, part in enumerate(parts) for op in part.operations}
+    needed: dict[int, set[int]] = {
+        place: {part_of[each] for op in part.operations for each in before[op.name]} - {place}
+        for place, part in enumerate(parts)
+    }
+    for name, waiting in soft:
+        source, place = part_of[name], part_of[waiting]
+        if source != place and not _depends(source, place, needed):
+            needed[place].add(source)
+            before[waiting].append(name)
+
+
+def _depends(place: int, on: int, needed: dict[int, set[int]]) -> bool:
+    """Whether a part depends on another one, also through others."""
+    known, waiting = {place}, [place]
+    while waiting:
+        for each in needed[waiting.pop()]:
+            if each == on:
+                return True
+            if each not in known:
+                known.add(each)
+                waiting.append(each)
+    return False
 
 
 def changed_by(op: tf.Operation) -> list[str]:
@@ -205,15 +261,15 @@ def changed_by(op: tf.Operation) -> list[str]:
     return [tensor.name for tensor in auto_control_deps_utils.get_read_write_resource_inputs(op)[1]]
 
 
-def _handles_read(op: tf.Operation, repeated: set[str]) -> set[str]:
+def _handles_read(op: tf.Operation, skipped: set[str]) -> set[str]:
     """The variables whose values an operation takes from repeated reads."""
     found: set[str] = set()
-    waiting = [tensor.op for tensor in op.inputs if tensor.op.name in repeated]
+    waiting = [tensor.op for tensor in op.inputs if tensor.op.name in skipped]
     while waiting:
         each = waiting.pop()
         if each.type == "ReadVariableOp":
             found.add(each.inputs[0].name)
-        waiting += [tensor.op for tensor in each.inputs if tensor.op.name in repeated]
+        waiting += [tensor.op for tensor in each.inputs if tensor.op.name in skipped]
     return found
 
 
@@ -223,6 +279,7 @@ def _groups(
     dividing: set[str],
     early: set[str],
     first: set[str],
+    created: dict[str, int],
 ) -> list[list[tf.Operation]]:
     """Disjoint groups of operations; those of one operation are not compiled."""
     dividing = dividing | first
@@ -248,13 +305,46 @@ def _groups(
     for name in order:
         key = name if name in dividing else labels[name]
         groups.setdefault(key, []).append(by_name[name])
+    needed_by = _first_collective(order, by_name, after, created)
     found = []
     for members in groups.values():
-        if sum(op.type not in _FREE for op in members) >= _FEWEST:
-            found.append(members)
-        else:
-            found += [[op] for op in members]
+        for piece in _pieces(members, needed_by):
+            if sum(op.type not in _FREE for op in piece) >= _FEWEST:
+                found.append(piece)
+            else:
+                found += [[op] for op in piece]
     return found
+
+
+def _first_collective(
+    order: Sequence[str],
+    by_name: dict[str, tf.Operation],
+    after: dict[str, list[str]],
+    created: dict[str, int],
+) -> dict[str, int]:
+    """When the first collective is created that depends on each operation; a large number without one."""
+    found: dict[str, int] = {}
+    for name in reversed(order):
+        # The tensor that a collective sends: see `tfdist.collectives.run`.
+        own = created[name] if by_name[name].type == "PlaceholderWithDefault" else len(created)
+        found[name] = min([own, *(found[each] for each in after[name])])
+    return found
+
+
+def _pieces(members: list[tf.Operation], needed_by: dict[str, int]) -> Iterator[list[tf.Operation]]:
+    """Divides a group so that collectives begin before all of it has run: gradients, while others are computed."""
+    by_collective: dict[int, list[tf.Operation]] = collections.defaultdict(list)
+    for op in members:
+        by_collective[needed_by[op.name]].append(op)
+    piece: list[tf.Operation] = []
+    rest = len(members)
+    for place in sorted(by_collective):
+        piece += by_collective[place]
+        rest -= len(by_collective[place])
+        if len(piece) >= _PIECE and rest >= _PIECE:
+            yield piece
+            piece = []
+    yield piece
 
 
 def _early(

@@ -45,6 +45,11 @@ class Obstacle:
         return f"{self.operation} ({self.name}): {self.reason}"
 
 
+def has_list(op: tf.Operation) -> bool:
+    """Whether an operation takes or returns a list of tensors."""
+    return any(tensor.dtype == tf.variant for tensor in [*op.inputs, *op.outputs])
+
+
 def called(op: tf.Operation) -> dict[str, list[str]]:
     """The names of the functions that an operation calls, by attribute."""
     found = {}
@@ -147,11 +152,14 @@ def _reason(op: tf.Operation, sizes: Sizes, functions: Functions) -> str | None:
         return ""
     if op.type not in compiled_operations() and op.type not in COPIES:
         return "XLA has no kernel for this operation"
-    dtypes = {tensor.dtype for tensor in [*op.inputs, *op.outputs]}
-    if tf.string in dtypes:
+    if any(tensor.dtype == tf.string for tensor in [*op.inputs, *op.outputs]):
         return "XLA does not support strings"
-    if tf.variant in dtypes:
-        return ""  # A list cannot be passed from one compiled part to another.
+    if op.type == "EmptyTensorList" and (
+        sizes.folded(op.inputs[1]) is None or sizes.folded(op.inputs[1]) < 0
+    ):
+        return (
+            ""  # A list without a maximum length, such as those of a `tf.while_loop` without one.
+        )
     varying = [sizes.varies(tensor) for tensor in op.inputs]
     lacking = sizes.lacking(op)
     if lacking is not None or any(sizes.varies(tensor) for tensor in op.outputs):
