@@ -285,17 +285,6 @@ _GPT_ONLY = {
     "fsdp": (_ours("ZeRO-3", zero_stage=3), _torch("FSDP2", "torch_fully_sharded"), 1.0),
 }
 
-#: All of them, by name.
-COMPARISONS: Mapping[str, Comparison] = {
-    f"{model}-{name}": Comparison(f"{model}-{name}", model, *sides)
-    for model, found in (
-        ("gpt", _BOTH_MODELS | _GPT_ONLY),
-        ("convnet", _BOTH_MODELS),
-        ("dlrm", _DLRM_ONLY),
-    )
-    for name, sides in found.items()
-}
-
 #: By name, the model and the job of tfdist that `--against` runs on two trees: each kind once.
 ROWS: Mapping[str, tuple[str, Job]] = {
     "mlp-data": ("mlp", _DATA),
@@ -315,4 +304,28 @@ ROWS: Mapping[str, tuple[str, Job]] = {
         for stage in (1, 2, 3)
     },
     "gpt-recompute": ("gpt", _ours("recompute", recompute="every_layer")),
+}
+
+
+def _xla(name: str) -> Comparison:
+    """Steps as they are by default on CPUs, and steps that XLA compiles."""
+    model, job = ROWS[name]
+    compiled = dataclasses.replace(
+        job, title=f"{job.title}, compiled", options={**job.options, "jit_compile": True}
+    )
+    return Comparison(f"{name}-xla", model, job, compiled, 1.0)
+
+
+#: All of them, by name.
+COMPARISONS: Mapping[str, Comparison] = {
+    **{
+        f"{model}-{name}": Comparison(f"{model}-{name}", model, *sides)
+        for model, found in (
+            ("gpt", _BOTH_MODELS | _GPT_ONLY),
+            ("convnet", _BOTH_MODELS),
+            ("dlrm", _DLRM_ONLY),
+        )
+        for name, sides in found.items()
+    },
+    **{f"{name}-xla": _xla(name) for name in ROWS if name.startswith(("gpt", "convnet"))},
 }

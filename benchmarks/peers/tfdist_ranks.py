@@ -44,6 +44,7 @@ def prepare(settings: Settings) -> Training:
     mesh = tfdist.Mesh(**options.pop("mesh", {}))
     experts = options.pop("experts", {})
     policy = options.pop("recompute", None)
+    jit_compile = options.pop("jit_compile", "auto")
     keras.utils.set_random_seed(0)
     strategy = STRATEGIES[engine](mesh, **options)
     with strategy.scope():
@@ -55,7 +56,7 @@ def prepare(settings: Settings) -> Training:
             model = PipelineModel(model, **pipeline)
         if policy is not None:
             recompute(model, policy)
-        model.compile(_optimizer(settings), _loss(settings))
+        model.compile(_optimizer(settings), _loss(settings), jit_compile=jit_compile)
     data = tf.data.Dataset.from_tensors(global_batch(settings)).repeat()
     return FitTraining(model, data, _clock, _parameters(model, strategy))
 

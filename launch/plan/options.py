@@ -7,6 +7,7 @@ from typing import Any
 
 from tfdist.addons.planner import DEVICES, Machine, Transformer, machine
 from tfdist.addons.planner.calibration import read_machine
+from tfdist.addons.planner.machines import STEPS
 from tfdist.launch.flags.model_sizes import LONG, file_or_name, is_preset, sizes_of
 from tfdist.launch.flags.options import as_given, option, refuse_ignored
 from tfdist.launch.flags.values import MOST_RANKS, MOST_RANKS_OF_A_HOST, UsageError, refuse
@@ -87,6 +88,9 @@ class MachineOptions:
     ranks: int | None = option(None, "Ranks of the job", least=1, most=MOST_RANKS)
     hosts: int | None = option(None, "Hosts of the ranks", least=1, most=MOST_RANKS)
     memory: str | None = option(None, "Memory per rank: 80GiB [the machine's]")
+    steps: str = option(
+        "compiled", "Steps of a GPU: compiled, uncompiled, fused (attention)", choices=tuple(STEPS)
+    )
 
     def read(self) -> tuple[Machine, int]:
         """The machine, and the number of ranks.
@@ -97,7 +101,7 @@ class MachineOptions:
         name = self.machine
         path = file_or_name("machine", name, DEVICES)
         try:
-            found = machine(name) if path is None else read_machine(path)
+            found = machine(name, steps=self.steps) if path is None else read_machine(path)
         except (OSError, ValueError) as error:
             raise UsageError(f"--machine={name} cannot be used: {error}") from None
         changes: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 
 import keras
@@ -21,8 +22,13 @@ PATCHES = Patches()
 
 _logger = logging.getLogger("tfdist")
 
-#: Whether `jit_compile="auto"` was resolved to True for a model.
-_is_automatic = Attribute("_tfdist_compiles_automatically")
+
+class Automatic(int):
+    """The value of a model's `jit_compile` if it was "auto", and the model is to be compiled."""
+
+
+#: What a model was last warned of.
+_warned_of = Attribute("_tfdist_uncompiled_operation")
 
 
 @PATCHES.of(TensorFlowTrainer, "_resolve_auto_jit_compile", "self")
@@ -32,8 +38,7 @@ def _resolve_auto_jit_compile(self, *, original):
         return original(self)
     with attributes_set(self, _distribute_strategy=None):
         resolved = original(self)
-    _is_automatic.set(self, resolved)
-    return resolved
+    return Automatic(1) if resolved else resolved
 
 
 @PATCHES.of(TensorFlowTrainer, "_make_function", "self", "step_function")
@@ -62,7 +67,7 @@ def _divides(model, strategy: DistributedStrategy) -> bool:
 
     One rank has no collectives: with `jit_compile=True` XLA compiles its step as a whole, as without a strategy.
     """
-    return strategy.mesh.size > 1 or _is_automatic(model, False)
+    return strategy.mesh.size > 1 or isinstance(model.jit_compile, Automatic)
 
 
 def compiled(run: Callable, fn: Callable, args: Sequence, kwargs, options):
@@ -123,18 +128,24 @@ def _report(model, summary) -> None:
         return
     first, more = summary.obstacles[0], len(summary.obstacles) - 1
     found = f"{_layer_of(model, first)}{first}{f'; and {more} more' if more else ''}"
-    if not _is_automatic(model, False):
+    if not isinstance(model.jit_compile, Automatic):
         raise ValueError(
             f"XLA cannot compile the step of `{model.name}`. Received: jit_compile=True, and {found}. Use "
             'jit_compile="auto", which leaves out such operations on GPUs, or False; or exclude them with '
             "`tf.xla.experimental.jit_scope(compile_ops=False)`."
         )
-    if strategy is None or strategy.is_chief:
+    is_new = _warned_of(model, None) != first
+    _warned_of.set(model, first)
+    if is_new and (strategy is None or strategy.is_chief):
         _logger.warning("XLA does not compile a part of the step of `%s`: %s.", model.name, found)
 
 
 def _layer_of(model, obstacle: Obstacle) -> str:
     """The layer that an operation belongs to, by the names in the operation's."""
-    scopes = set(obstacle.name.split("/"))
-    named = [layer.name for layer in all_layers(model, include_self=False) if layer.name in scopes]
-    return f"the layer `{named[-1]}` with " if named else ""
+    names = {layer.name for layer in all_layers(model, include_self=False)}
+    for scope in reversed(obstacle.name.split("/")[:-1]):
+        # Keras numbers the calls of a layer.
+        for name in (scope, re.sub(r"_\d+$", "", scope)):
+            if name in names:
+                return f"the layer `{name}` with "
+    return ""

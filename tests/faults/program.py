@@ -59,7 +59,7 @@ class Fault(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
-        place = {"first-step": (0, 0), "mid-epoch": (1, 3)}.get(phase)
+        place = {"first-step": (0, 0), "mid-epoch": (1, 3), "compiled": (1, 3)}.get(phase)
         if is_victim and place == (self.epoch, batch):
             come_to_grief()
 
@@ -108,7 +108,7 @@ with strategy.scope():
         model = tfdist.pipeline.PipelineModel(layers, num_microbatches=5, cut=[2, 2])
     else:
         model = keras.Sequential(layers)
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", jit_compile=phase == "compiled")
 x = np.random.normal(size=(80, 8)).astype("float32")
 callbacks = [Fault(), Save()]
 if fault == "non-finite":

@@ -18,8 +18,9 @@ PROGRAM = Path(__file__).with_name("program.py")
 WATCHDOG_SECONDS = 10.0
 ENGINES = ["horovod", "tensorflow"]
 FAULTS = ["exception", "SIGTERM", "SIGKILL", "SIGSTOP"]
-#: The last is in the middle of a step of a pipeline, one of whose stages is the victim's.
-PHASES = ["start-up", "first-step", "mid-epoch", "save", "stage"]
+#: "stage" is in the middle of a step of a pipeline, one of whose stages is the victim's; "compiled" is
+#: "mid-epoch" with steps that XLA compiles.
+PHASES = ["start-up", "first-step", "mid-epoch", "save", "stage", "compiled"]
 RANKS = {"chief": 0, "other": 1}
 
 #: Run by `make test`: a rank that dies, and one that hangs. The rest is slow.

@@ -84,16 +84,6 @@ def test_one_rank_that_overflows_skips_the_step_everywhere(pool, one_process):
             np.testing.assert_allclose(got, right, atol=2e-3)
 
 
-def compiled_by_xla(strategy):
-    fit_images(strategy, mlp, lambda: compiled(jit_compile=True))
-
-
-@on_ranks(("tensorflow", 2))
-def test_xla_is_refused_in_one_line(pool):
-    with pytest.raises(ValueError, match="jit_compile=True"):
-        pool.run(programs.on_rank, compiled_by_xla)
-
-
 class StopOnChief(keras.callbacks.Callback):
     def __init__(self, is_chief):
         super().__init__()

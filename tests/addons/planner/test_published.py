@@ -26,6 +26,9 @@ MEGATRON = [
     (1008.0, 160, 25_600, 128, 8, 64, 3072, 3072, 163),
 ]
 LENGTH, VOCABULARY = 2048, 51_200
+#: What long-tuned programs reach.
+AS_TUNED = {"efficiency": 0.7, "memory_efficiency": 0.8}
+TUNED = machine("a100", **AS_TUNED)
 
 
 def megatron(row) -> tuple[Transformer, Layout]:
@@ -60,7 +63,7 @@ def test_megatron_lm(row):
     # Equation 3: with every block's forward pass done again.
     flops = 96 * batch * LENGTH * layers * width**2
     flops *= 1 + LENGTH / (6 * width) + VOCABULARY / (16 * layers * width)
-    found = estimate(model, machine("a100"), layout, global_batch=batch)
+    found = estimate(model, TUNED, layout, global_batch=batch)
     assert found.step_seconds == pytest.approx(flops / (ranks * rate * 1e12), rel=0.15)
     # Section 5.1: 18 bytes a parameter, and with these layouts all models fit 80 GB.
     states = 18 * count_parameters(model) / (tensor * pipeline)
@@ -109,7 +112,7 @@ def test_iterations_of_korthikanti(name):
             split_messages=True,
         )
         assert ranks == layout.ranks
-        found = estimate(model, machine("a100"), layout, global_batch=batch)
+        found = estimate(model, TUNED, layout, global_batch=batch)
         assert found.step_seconds == pytest.approx(seconds, rel=0.12), policy
     assert found.mfu == pytest.approx(mfu, rel=0.12)
 
@@ -191,7 +194,7 @@ def test_llama_405b():
         schedule="interleaved", chunks=4,
         sequence_parallel=True, gathers_again=True, recompute="selective",
     )  # fmt: skip
-    found = estimate(model, machine("h100"), layout, global_batch=2048)
+    found = estimate(model, machine("h100", **AS_TUNED), layout, global_batch=2048)
     # They reach 400 TFLOP/s a GPU; a data sheet knows nothing of their stragglers and cooling.
     assert 0.33 <= found.mfu <= 0.50
 
@@ -201,3 +204,13 @@ def test_precisions_are_those_of_their_sources():
     # Rajbhandari et al. 2020, section 3.1: 16 bytes with a copy in float32 and two moments.
     deepspeed = PRECISIONS["deepspeed"]
     assert (deepspeed.master, deepspeed.state, deepspeed.compute) == (4, 4, "float16")
+
+
+@pytest.mark.parametrize(("steps", "seconds"), [("uncompiled", 0.196), ("compiled", 0.0502), ("fused", 0.0292)])
+def test_gpt2_small_on_an_h100(steps, seconds):
+    """Steps of 8 x 1,024 tokens that were measured: docs/performance.md."""
+    model = Transformer(12, 768, 12, 50_257, 1024)
+    found = estimate(
+        model, machine("h100", steps=steps), Layout(dtype="mixed_bfloat16"), global_batch=8
+    )
+    assert found.step_seconds == pytest.approx(seconds, rel=0.05)

@@ -132,6 +132,11 @@ class Compiler:
             self._rewritten[key] = function.get_concrete_function(*specs)
         return self._rewritten[key]
 
+    def size(self, op: tf.Operation) -> int:
+        """The number of operations of an operation: those of the functions that it calls."""
+        names = [name for each in called(op).values() for name in each]
+        return sum(len(self._functions.graph(name).get_operations()) for name in names) or 1
+
     def add_functions(self, graph) -> None:
         """Adds the functions of the step to a graph."""
         add_functions(graph, self._called)
@@ -209,7 +214,7 @@ class _Emission:
         in_any_order(call)
         summary = self._compiler.summary
         summary.islands += 1
-        summary.compiled += len(part.operations)
+        summary.compiled += sum(map(self._compiler.size, part.operations))
 
     def _before(self, part: Part) -> list[tf.Operation]:
         own = {op.name for op in part.operations}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
@@ -19,8 +20,8 @@ _OUTSIDE = frozenset({"Assert", "NoOp", "Placeholder", "PlaceholderWithDefault",
 COPIES = frozenset({"DeepCopy"})
 #: Some operations of collectives are created outside of `excluded`.
 _COLLECTIVES = ("Collective", "Horovod", "Tfdist")
-#: XLA ignores them in the functions that it compiles.
-_IGNORED = frozenset({"Assert", "NoOp"})
+#: They are compiled in functions.
+_IGNORED = frozenset({"NoOp"})
 #: Operations that call one of their functions, and pass it their inputs except for the first.
 BRANCHES = frozenset({"Case", "If", "StatelessCase", "StatelessIf"})
 #: Operations that call one of their functions until the other one returns false.
@@ -136,12 +137,18 @@ def obstacles(
         functions: Its functions.
         arguments: The names of the operations that stand for the inputs of the graph.
     """
+    names: set[str] = set()
     for op in operations:
         if op.name in arguments or op.type == "Const":
             continue
         reason = _reason(op, sizes, functions)
-        if reason is not None:
-            yield op, Obstacle(op.type, op.name, reason)
+        if reason is None:
+            continue
+        if is_excluded(op):
+            names.add(op.name)
+        # TensorFlow does not exclude the gradient of an operation that is.
+        forward = re.sub(r"_\d+$", "", op.name.removeprefix("gradient_tape/"))
+        yield op, Obstacle(op.type, op.name, "" if forward in names else reason)
 
 
 def _reason(op: tf.Operation, sizes: Sizes, functions: Functions) -> str | None:
