@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -86,7 +87,7 @@ def compiled(run: Callable, fn: Callable, args: Sequence, kwargs, options):
     """
     from tfdist.backend.xla.emit import Compiler
 
-    model = fn.__self__
+    model: Any = getattr(fn, "__self__", None)
     flat = tf.nest.flatten((args, kwargs), expand_composites=True)
     places = [place for place, value in enumerate(flat) if tf.is_tensor(value)]
 

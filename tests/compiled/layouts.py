@@ -190,7 +190,8 @@ def rounding(case: Case) -> tuple[float, float]:
 def run(case: Case, jit_compile: bool, **more) -> dict:
     from tfdist.testing import strategy
 
-    mesh = tfdist.Mesh(**dict(case.axes))
+    axes: dict[str, Any] = dict(case.axes)
+    mesh = tfdist.Mesh(**axes)
     return train(strategy(mesh, **dict(case.options), **more), case, jit_compile)
 
 

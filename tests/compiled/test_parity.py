@@ -61,7 +61,7 @@ def marked(case: Case):
 @pytest.mark.parametrize(("pool", "case"), [marked(case) for case in CASES], indirect=["pool"])
 def test_as_uncompiled(pool, case):
     results = pool.run(compare, case, timeout=300)
-    losses, weights = (max(each) for each in zip(*(found["differences"] for found in results)))
+    losses, weights = (max(each) for each in zip(*(found["differences"] for found in results), strict=True))
     if case.modifier == "loss scale":
         assert losses <= 1e-3
     else:

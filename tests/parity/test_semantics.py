@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import on_ranks, slow_but
 from tests.strategies import compile_programs, fit_programs, programs
-from tests.strategies.compile_programs import compiled, fit_images
+from tests.strategies.compile_programs import compiled
 from tests.strategies.programs import UNEVEN_ROWS, images, mlp, scope, start
 
 PROGRAMS = [

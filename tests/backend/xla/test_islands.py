@@ -234,3 +234,19 @@ def test_an_error_inside_names_no_part():
     whole, _ = compiled(fails, VECTOR)
     with pytest.raises(tf.errors.InvalidArgumentError, match="must be positive"):
         whole(-tf.ones([6]))
+
+
+def test_branches_in_branches():
+    log = []
+
+    def inner(x):
+        return tf.cond(x[0] > 0.5, lambda: work(outside(x, log)), lambda: work(x * 2))
+
+    def outer(x):
+        return tf.cond(x[0] > 0, lambda: work(inner(x)), lambda: work(tf.zeros_like(x)))
+
+    whole, found = compiled(outer, VECTOR)
+    assert found.islands >= 3
+    for first in (1.0, 0.25, -1.0):
+        x = tf.fill([6], first)
+        np.testing.assert_allclose(whole(x)[0], outer(x), rtol=1e-4)

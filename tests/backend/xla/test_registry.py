@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tensorflow as tf
 
 from tfdist.backend.xla.registry import compiled_operations
 

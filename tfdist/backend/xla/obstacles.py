@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
@@ -69,7 +70,7 @@ class Functions:
         definitions: The definitions, by name.
     """
 
-    def __init__(self, definitions: Callable[[str], object]):
+    def __init__(self, definitions: Callable[[str], Any]):
         self._definitions = definitions
         self._graphs: dict[str, tf.Graph] = {}
         self._obstacles: dict[tuple, Obstacle | None] = {}
@@ -77,7 +78,9 @@ class Functions:
     def graph(self, name: str):
         """The graph of a function."""
         if name not in self._graphs:
-            self._graphs[name] = function_def_to_graph(self._definitions(name))
+            # Functions that it calls are looked up in the default graph, which need not have them, or else here.
+            with tf.init_scope():
+                self._graphs[name] = function_def_to_graph(self._definitions(name))
         return self._graphs[name]
 
     def never_inlined(self, name: str) -> bool:
