@@ -256,10 +256,7 @@ class ParallelStrategy(DistributedStrategy):
             The return value of `fn` on this rank.
         """
         if compiles(fn, self):
-            return compiled(self._run, fn, args, kwargs, options)
-        return self._run(fn, args, kwargs, options)
-
-    def _run(self, fn, args, kwargs, options):
+            return compiled(self, fn, args, kwargs, options)
         step = _keras_step(fn, args, self.gradient_group)
         with self.extended._running(step):
             outputs = super().run(fn, args=args, kwargs=kwargs, options=options)

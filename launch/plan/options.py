@@ -88,9 +88,7 @@ class MachineOptions:
     ranks: int | None = option(None, "Ranks of the job", least=1, most=MOST_RANKS)
     hosts: int | None = option(None, "Hosts of the ranks", least=1, most=MOST_RANKS)
     memory: str | None = option(None, "Memory per rank: 80GiB [the machine's]")
-    steps: str = option(
-        "compiled", "Steps of a GPU: compiled, uncompiled, fused (attention)", choices=tuple(STEPS)
-    )
+    steps: str = option("compiled", "How steps of a GPU run", choices=tuple(STEPS))
 
     def read(self) -> tuple[Machine, int]:
         """The machine, and the number of ranks.

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.framework import func_graph
 
-from tfdist.backend.graph.compiling import compiling
+from tfdist.backend.graph.compiling import compiling, is_compiled
 from tfdist.backend.keras.attributes import Attribute
 from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import TensorFlowTrainer, all_layers
-from tfdist.backend.xla.obstacles import Obstacle
 from tfdist.step.context import DistributedStrategy, strategy_of
 from tfdist.utils.temporary import attributes_set
+
+if TYPE_CHECKING:
+    from tfdist.backend.xla.obstacles import Obstacle
 
 PATCHES = Patches()
 
@@ -59,6 +61,7 @@ def compiles(fn: Callable, strategy: DistributedStrategy) -> bool:
         isinstance(model, keras.Model)
         and bool(model.jit_compile)
         and not tf.executing_eagerly()
+        and not is_compiled()
         and _divides(model, strategy)
     )
 
@@ -71,11 +74,11 @@ def _divides(model, strategy: DistributedStrategy) -> bool:
     return strategy.mesh.size > 1 or isinstance(model.jit_compile, Automatic)
 
 
-def compiled(run: Callable, fn: Callable, args: Sequence, kwargs, options):
-    """Traces `run(fn, args, kwargs, options)`, and calls it with compiled parts in the current graph.
+def compiled(strategy: DistributedStrategy, fn: Callable, args: Sequence, kwargs, options):
+    """Traces `strategy.run(fn, args, kwargs, options)`, and calls it with compiled parts in the current graph.
 
     Args:
-        run: Runs a function on this rank.
+        strategy: The strategy.
         fn: The step of a model.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -97,7 +100,7 @@ def compiled(run: Callable, fn: Callable, args: Sequence, kwargs, options):
             values[place] = tensor
         own = tf.nest.pack_sequence_as((args, kwargs), values, expand_composites=True)
         with compiling():
-            return run(fn, *own, options)
+            return strategy.run(fn, *own, options)
 
     given = [flat[place] for place in places]
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given]

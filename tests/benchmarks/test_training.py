@@ -242,7 +242,6 @@ def test_the_table_goes_between_the_marks(tmp_path):
     [
         "benchmarks.training",
         "benchmarks.training, large",
-        "benchmarks.training, large, allocator",
     ],
 )
 def test_the_document_has_the_marks(tmp_path, mark):

@@ -111,24 +111,21 @@ def run(call: Call, tensor: tf.Tensor, *more):
     with devices.placed(on_host):
         wire, restore = _on_wire(tensor, transport, call)
         with excluded():
-            result = _flown(call, wire, more, transport, gates=on_host or not devices.has_gpu())
+            flight = group.engine.recorder.flight(
+                unique_name(call.label),
+                group,
+                transport.lane,
+                call.needed,
+                gates=on_host or not devices.has_gpu(),
+            )
+            with flight.begin(wire) as wire:
+                operation = getattr(transport, call.operation)
+                result = operation(wire, *more, *call.arguments, flight.name)
+            result = flight.end(result)
+        if call.operation.endswith("_uneven"):
+            for part in tf.nest.flatten(result):
+                mark_sized_by_values(part)
         return restore(result)
-
-
-def _flown(call: Call, wire: tf.Tensor, more: tuple, transport: Engine, *, gates: bool):
-    """The result of a collective of a tensor that the transport can send; recorded."""
-    group = call.group
-    flight = group.engine.recorder.flight(
-        unique_name(call.label), group, transport.lane, call.needed, gates=gates
-    )
-    with flight.begin(wire) as wire:
-        operation = getattr(transport, call.operation)
-        result = operation(wire, *more, *call.arguments, flight.name)
-    result = flight.end(result)
-    if call.operation.endswith("_uneven"):
-        for tensor in tf.nest.flatten(result):
-            mark_sized_by_values(tensor)
-    return result
 
 
 def _transport(operation: str, group: Group, dtype: tf.DType) -> tuple[Engine, bool]:

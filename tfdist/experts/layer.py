@@ -266,7 +266,11 @@ class MixtureOfExperts(TwoProducts):
         # The number of rows of an expert depends on values.
         with excluded():
             permutation = sort_by_expert(
-                routing.experts, self.num_experts, is_there=are_there(), capacity=capacity, gates=gates
+                routing.experts,
+                self.num_experts,
+                is_there=are_there(),
+                capacity=capacity,
+                gates=gates,
             )
         if training:
             self._count_usage(routing, permutation)

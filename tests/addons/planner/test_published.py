@@ -206,7 +206,9 @@ def test_precisions_are_those_of_their_sources():
     assert (deepspeed.master, deepspeed.state, deepspeed.compute) == (4, 4, "float16")
 
 
-@pytest.mark.parametrize(("steps", "seconds"), [("uncompiled", 0.196), ("compiled", 0.0502), ("fused", 0.0292)])
+@pytest.mark.parametrize(
+    ("steps", "seconds"), [("uncompiled", 0.196), ("compiled", 0.0502), ("fused", 0.0292)]
+)
 def test_gpt2_small_on_an_h100(steps, seconds):
     """Steps of 8 x 1,024 tokens that were measured: docs/performance.md."""
     model = Transformer(12, 768, 12, 50_257, 1024)

@@ -250,3 +250,41 @@ def test_branches_in_branches():
     for first in (1.0, 0.25, -1.0):
         x = tf.fill([6], first)
         np.testing.assert_allclose(whole(x)[0], outer(x), rtol=1e-4)
+
+
+def test_variables_that_swap_their_values():
+    first, second = tf.Variable(tf.ones([6])), tf.Variable(tf.fill([6], 2.0))
+
+    def swap(x):
+        one, two = first.read_value(), second.read_value()
+        first.assign(outside(work(two)))
+        second.assign(outside(work(one)))
+        return work(one + x), work(two + x)
+
+    whole, _ = compiled(swap, VECTOR)
+    x = tf.random.normal([6])
+    for got, old in zip(whole(x), (1.0, 2.0), strict=True):
+        np.testing.assert_allclose(got, work(x + old), rtol=1e-4)
+    np.testing.assert_allclose(first, work(tf.fill([6], 2.0)), rtol=1e-4)
+    np.testing.assert_allclose(second, work(tf.ones([6])), rtol=1e-4)
+
+
+def test_old_values_that_are_used_after_the_other_variable_has_changed():
+    first, second = tf.Variable(tf.ones([6])), tf.Variable(tf.fill([6], 2.0))
+
+    def step(x):
+        one, two = first.read_value(), second.read_value()
+        with tf.control_dependencies([second.assign(work(x)).op]):
+            late = tf.numpy_function(lambda value: value, [one], tf.float32)
+        with tf.control_dependencies([first.assign(work(x * 2)).op]):
+            later = tf.numpy_function(lambda value: value, [two], tf.float32)
+        return work(tf.ensure_shape(late, [6])), work(tf.ensure_shape(later, [6]))
+
+    with compiling():
+        graph = trace_graph(step, [VECTOR])
+    call = Compiler(graph).compile()
+    given = [captured for captured, _ in graph.captures]
+    x = tf.random.normal([6])
+    late, later = tf.function(lambda x: call(x, *given), autograph=False)(x)
+    np.testing.assert_allclose(late, work(tf.ones([6])), rtol=1e-4)
+    np.testing.assert_allclose(later, work(tf.fill([6], 2.0)), rtol=1e-4)

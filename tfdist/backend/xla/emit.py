@@ -261,7 +261,7 @@ class _Definition:
 
     Args:
         division: The division of the graph.
-        arguments: The names of the operations that stand for the inputs of the graph.
+        arguments: The names of the operations of the inputs of the graph.
         operations: The operations.
         plain: Whether they keep their names, devices and attributes, and their order is that of the caller.
 

@@ -138,7 +138,7 @@ def obstacles(
         operations: All operations of a graph, sorted.
         sizes: Its sizes.
         functions: Its functions.
-        arguments: The names of the operations that stand for the inputs of the graph.
+        arguments: The names of the operations of the inputs of the graph.
     """
     names: set[str] = set()
     for op in operations:

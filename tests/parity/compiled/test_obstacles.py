@@ -12,8 +12,8 @@ import tensorflow as tf
 
 import tfdist
 from tests.bugs.comparing import on_mesh
-from tests.compiled.layouts import Said
 from tests.conftest import on_ranks
+from tests.parity.compiled.layouts import Said
 from tests.strategies.programs import start
 
 ROWS = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")

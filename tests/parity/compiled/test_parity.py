@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
-from tests.compiled.layouts import Case, compare, rounding
+from tests.parity.compiled.layouts import Case, compare, rounding
 
 ENGINES = itertools.cycle(["horovod", "tensorflow"])
 MODIFIERS = [
@@ -61,7 +62,9 @@ def marked(case: Case):
 @pytest.mark.parametrize(("pool", "case"), [marked(case) for case in CASES], indirect=["pool"])
 def test_as_uncompiled(pool, case):
     results = pool.run(compare, case, timeout=300)
-    losses, weights = (max(each) for each in zip(*(found["differences"] for found in results), strict=True))
+    losses, weights = (
+        max(each) for each in zip(*(found["differences"] for found in results), strict=True)
+    )
     if case.modifier == "loss scale":
         assert losses <= 1e-3
     else:
@@ -74,3 +77,12 @@ def test_as_uncompiled(pool, case):
     assert not chief["uncompiled"] and chief["parts"], "the steps were not compiled"
     for operations, _, _, others in chief["parts"]:
         assert operations > others, "most of the step was not compiled"
+
+
+def test_each_case_is_in_the_document():
+    """`python -m tests.parity.compiled.table` writes it."""
+    page = (Path(__file__).parents[3] / "docs" / "compiled_steps.txt").read_text()
+    lines = [line.split() for line in page.splitlines()]
+    for case in CASES:
+        words = [*case.layout.split(), *case.modifier.split(), case.optimizer, case.engine]
+        assert [*words, str(case.ranks)] in [line[: len(words) + 1] for line in lines], str(case)
