@@ -91,8 +91,14 @@ def _differences(operation: str, dtype: str) -> list:
     return differences(engine(Mesh()), operation, [dtype])
 
 
-def parity(rehearse: bool, engine: str) -> dict[str, Any]:
-    """By layout the largest difference of a loss of two ranks to one process, over 12 steps of SGD."""
+def parity(rehearse: bool, engine: str, jit: bool = False) -> dict[str, Any]:
+    """By layout the largest difference of a loss of two ranks to one process, over 12 steps of SGD.
+
+    Args:
+        rehearse: Whether only two layouts are run.
+        engine: The engine.
+        jit: Whether XLA compiles the steps of the two ranks.
+    """
     found: dict[str, Any] = {}
     with RankPool(1, "local") as one, RankPool(2, engine) as two:
         for name, (axes, options) in LAYOUTS.items():
@@ -100,7 +106,7 @@ def parity(rehearse: bool, engine: str) -> dict[str, Any]:
                 continue
             (expected,) = one.run(_losses, name, {}, {}, timeout=_TIME)
             try:
-                answers = two.run(_losses, name, axes, options, timeout=_TIME)
+                answers = two.run(_losses, name, axes, options, jit, timeout=_TIME)
             except Exception as error:
                 found[name] = str(error).strip().splitlines()[0][:100]
                 continue
@@ -108,7 +114,7 @@ def parity(rehearse: bool, engine: str) -> dict[str, Any]:
     return found
 
 
-def _losses(name: str, axes: dict, options: dict) -> list[float]:
+def _losses(name: str, axes: dict, options: dict, jit: bool = False) -> list[float]:
     import keras
     import tensorflow as tf
 
@@ -125,7 +131,7 @@ def _losses(name: str, axes: dict, options: dict) -> list[float]:
         if name == "pipeline":
             model = PipelineModel(model, num_microbatches=4, input_shape=(32,))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=False)
+        model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=jit)
     ids = np.random.default_rng(0).integers(0, 96, (48, 32)).astype("int32")
     history = model.fit(ids, np.roll(ids, -1, 1), batch_size=8, epochs=2, shuffle=False, verbose=0)
     return history.history["loss"]

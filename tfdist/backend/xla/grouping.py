@@ -19,10 +19,6 @@ _PIECE = 100
 _FREE = frozenset({"Identity", "IdentityN", "NoOp", "ReadVariableOp", "StopGradient"})
 
 
-class CircularOrder(RuntimeError):
-    """Operations depend on each other in a circle."""
-
-
 def groups_of(
     listed: Sequence[tf.Operation],
     before: dict[str, list[str]],
@@ -162,8 +158,8 @@ def sorted_places(items: Sequence, before: dict) -> list[int]:
             if lacking[each] == 0:
                 heapq.heappush(ready, each)
     if len(found) < len(items):
-        raise CircularOrder(
-            "The operations of a step must not depend on each other in a circle. Received: "
-            f"{len(items) - len(found)} that do."
+        raise RuntimeError(
+            "XLA can compile only steps whose operations do not depend on each other in a circle. Received: "
+            f"{len(items) - len(found)} that do. Use jit_compile=False."
         )
     return found

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from tfdist.backend.xla.grouping import (
-    CircularOrder,
     early_operations,
     first_operations,
     groups_of,
@@ -78,23 +77,15 @@ def divide(graph, inputs: Inputs, functions: Functions) -> Division:
     found = list(obstacles(operations, sizes, functions, arguments))
     outside = {op.name for op, _ in found}
     created = {op.name: place for place, op in enumerate(graph.get_operations())}
-    reads = True
     while True:
-        repeated = repeated_operations(operations, arguments, sizes, outside, reads=reads)
+        repeated = repeated_operations(operations, arguments, sizes, outside)
         listed = [op for op in operations if op.name not in arguments and op.name not in repeated]
         before, soft = dependencies(listed, repeated | arguments, outside)
         # A function that is called many times is compiled once, and not in each part that calls it.
         alone = {op.name for op in listed if op.name not in outside and _calls_one(op, functions)}
         early = early_operations(operations, alone, sizes, arguments)
         first = first_operations(listed, outside, early)
-        try:
-            groups = groups_of(listed, before, outside | alone, early - outside, first, created)
-        except CircularOrder:
-            if not reads:
-                raise
-            # Two variables, each changed after the old value of the other one was used.
-            reads = False
-            continue
+        groups = groups_of(listed, before, outside | alone, early - outside, first, created)
         lists = _lists_across(groups)
         if not lists:
             break

@@ -17,14 +17,9 @@ _CHEAP = frozenset(
 
 
 def repeated_operations(
-    operations: Iterable[tf.Operation],
-    arguments: set[str],
-    sizes: Sizes,
-    outside: set[str],
-    *,
-    reads: bool,
+    operations: Iterable[tf.Operation], arguments: set[str], sizes: Sizes, outside: set[str]
 ) -> set[str]:
-    """Constants, reads of variables that no operation changes later if wanted, and cheap results of these."""
+    """Constants, reads of variables that no operation changes later, and cheap results of these."""
     written = _written_before_last_read(operations)
     found: set[str] = set()
     for op in operations:
@@ -39,7 +34,7 @@ def repeated_operations(
         elif op.control_inputs:
             continue
         elif op.type == "ReadVariableOp":
-            if op.inputs[0].op.name in arguments and op.name not in written and reads:
+            if op.inputs[0].op.name in arguments and op.name not in written:
                 found.add(op.name)
         elif op.type in _CHEAP and all(
             each.op.name in found or each.op.name in arguments for each in op.inputs
