@@ -27,6 +27,9 @@ RANK_BYTES = 3 * _GIB // 4
 _RANK_ADDRESSES = 4 * _GIB
 _LEAST_FREE = _GIB
 _LEAST_FILES = 1024
+_ATTENTION = (
+    "tfdist.layers: products of all scores up to 2 GiB, else blocks; KerasHub: products; not cuDNN's fused kernel"
+)
 #: Minimum size of /dev/shm, which NCCL uses between the ranks of a host.
 _LEAST_SHARED = 256 << 20
 
@@ -125,6 +128,7 @@ def gpus(trials: Trials | None, num_ranks: int, seconds: float) -> list[Finding]
     elif num_ranks > len(seen) and not shares_gpus():
         text = f"{len(seen)} for {num_ranks} ranks, each of which requires its own GPU"
         found.append(problem("GPUs", text, f"-np {len(seen)}, or CUDA_VISIBLE_DEVICES="))
+    found += [ok("Attention", _ATTENTION)] if seen else []
     return [*found, *_nccl(driver, num_ranks), *_shared_memory(num_ranks)]
 
 

@@ -52,7 +52,8 @@ class Custom(keras.Model):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
         gradients = tape.gradient(loss, self.trainable_variables)
-        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        strategy = self.distribute_strategy
+        gradients, _ = strategy.clip_by_global_norm(gradients, self.trainable_variables, 1.0)
         self.optimizer.apply(gradients, self.trainable_variables)
         for metric in self.metrics:
             if metric.name == "loss":

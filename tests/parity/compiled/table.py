@@ -25,23 +25,28 @@ def row(case: Case, found: list[dict]) -> tuple:
     return *words, f"{losses:.0e}", f"{weights:.0e}", parts, distinct
 
 
-def main() -> None:
-    rows = {}
-    cases = sorted(CASES, key=lambda case: (case.engine, case.ranks))
-    for (engine, ranks), group in itertools.groupby(cases, lambda case: (case.engine, case.ranks)):
-        pool = RankPool(ranks, engine)
-        for case in group:
-            rows[case] = row(case, pool.run(compare, case, timeout=300))
-            print(*rows[case], flush=True)
-        pool.close()
+def page(rows: dict[Case, tuple]) -> str:
+    """The document."""
+    table = tabulate([rows[case] for case in CASES], HEAD, tablefmt="simple", disable_numparse=True)
     text = f"""Steps that XLA compiles, compared with steps that it does not compile, on the same ranks.
 
 The largest differences of a loss and of a weight after 20 steps and an evaluation, in float32 (with a loss
 scale in float16), without dropout; the parts of a step that are compiled, and how many of them are different.
 
-{tabulate([rows[case] for case in CASES], HEAD, tablefmt="simple", disable_numparse=True)}
+{table}
 """
-    PAGE.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def main() -> None:
+    rows = {}
+    cases = sorted(CASES, key=lambda case: (case.engine, case.ranks))
+    for (engine, ranks), group in itertools.groupby(cases, lambda case: (case.engine, case.ranks)):
+        with RankPool(ranks, engine) as pool:
+            for case in group:
+                rows[case] = row(case, pool.run(compare, case, timeout=300))
+                print(*rows[case], flush=True)
+    PAGE.write_text(page(rows))
 
 
 if __name__ == "__main__":
