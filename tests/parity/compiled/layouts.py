@@ -72,7 +72,7 @@ def model_of(case: Case) -> keras.Model:
     if layout == "sequence parallel":
         return gpt(case, sequence_parallel=True)
     if layout == "gathered context":
-        return gpt(case, context_attention="gather")
+        return gpt(case, context_attention="all_gather")
     if layout == "experts":
         return gpt(case, num_experts=4)
     if layout.startswith("pipeline"):
