@@ -288,3 +288,13 @@ def test_old_values_that_are_used_after_the_other_variable_has_changed():
     late, later = tf.function(lambda x: call(x, *given), autograph=False)(x)
     np.testing.assert_allclose(late, work(tf.ones([6])), rtol=1e-4)
     np.testing.assert_allclose(later, work(tf.fill([6], 2.0)), rtol=1e-4)
+
+
+def test_what_nobody_uses_is_left_out():
+    def step(x):
+        outside(x)
+        work(x + 1)
+        return work(x) * 3
+
+    _, found = compiled(step, VECTOR)
+    assert (found.islands, found.others) == (1, 0)

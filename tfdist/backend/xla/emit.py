@@ -163,7 +163,6 @@ class _Emission:
         self._part_of = {
             op.name: place for place, part in enumerate(division.parts) for op in part.operations
         }
-        self._outputs = {tensor.name for tensor in graph.outputs}
         self._used_elsewhere = self._find_used_elsewhere()
 
     def run(self) -> list[tf.Tensor]:

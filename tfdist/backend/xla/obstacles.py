@@ -106,9 +106,9 @@ class Functions:
 
 
 def sorted_operations(graph) -> list[tf.Operation]:
-    """The operations of a graph, each after those that it depends on."""
+    """The operations of the graph of a function that run, each after those that it depends on."""
     found: dict[str, tf.Operation] = {}
-    for root in graph.get_operations():
+    for root in [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]:
         waiting = [(root, _before(root))]
         while waiting:
             op, before = waiting[-1]

@@ -1,0 +1,1 @@
+"""Conversations and preferences as token rows: files, templates, labels, packing."""

@@ -1,0 +1,244 @@
+"""Files of conversations, completions and preferences: JSON lines in the formats of the field.
+
+| Keys of a line | Format |
+|---|---|
+| `messages` (and `tools`) | messages with `role` and `content`, as in Hugging Face's and OpenAI's files |
+| `conversations` (and `system`) | ShareGPT: `from` and `value` |
+| `instruction`, `output` (and `input`, `system`) | Alpaca |
+| `prompt`, `completion` | text, or messages |
+| `chosen`, `rejected` (and `prompt`) | preferences: text, or messages |
+| `text` | text |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Messages = tuple[Mapping[str, Any], ...]
+#: What is rendered by a template, or taken as it is.
+Part = Messages | str
+
+_SHAREGPT_ROLES = {
+    "assistant": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "function": "tool",
+    "gpt": "assistant",
+    "human": "user",
+    "model": "assistant",
+    "observation": "tool",
+    "system": "system",
+    "tool": "tool",
+    "user": "user",
+}
+_MOST_SHOWN = 80
+
+
+class RecordError(ValueError):
+    """A line of a file is not a record; the message begins with the file and the number of the line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One line of a file.
+
+    Attributes:
+        place: The file and the number of the line, for messages.
+        prompt: What comes before the answers, and is not trained; empty in a conversation.
+        answers: One answer, or a chosen and a rejected one. A conversation is an answer of all its messages, of
+            which those of the assistant are trained.
+        tools: The tools that the template describes.
+    """
+
+    place: str
+    prompt: Part
+    answers: tuple[Part, ...]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether there is a chosen and a rejected answer."""
+        return len(self.answers) == 2
+
+    def messages(self, answer: int = 0) -> Messages | None:
+        """The whole conversation with one of the answers; None for text."""
+        chosen = self.answers[answer]
+        if isinstance(chosen, str) or (isinstance(self.prompt, str) and self.prompt):
+            return None
+        return (*self.prompt, *chosen)
+
+
+def read_records(path: str | Path) -> Iterator[Record]:
+    """The records of a file of JSON lines, in order; empty lines are skipped.
+
+    Raises:
+        OSError: The file cannot be read.
+        RecordError: A line is not JSON, or not a record.
+    """
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(_lines(file, path), start=1):
+            if line.strip():
+                yield record_of(_object(line, f"{path}:{number}"), f"{path}:{number}")
+
+
+def _lines(file, path) -> Iterator[str]:
+    try:
+        yield from file
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path}: the file must be UTF-8. Received: {error}.") from error
+
+
+def _object(line: str, place: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RecordError(f"{place}: a line must be a JSON object. Received: {error}.") from error
+    if not isinstance(found, dict):
+        raise _refuse(place, "a line must be a JSON object", found)
+    return found
+
+
+def record_of(found: Mapping[str, Any], place: str) -> Record:
+    """The record of a JSON object.
+
+    Args:
+        found: The object.
+        place: Where it is, for messages.
+
+    Raises:
+        RecordError: It has the keys of no format, or invalid values.
+    """
+    if "messages" in found:
+        return Record(
+            place, (), (_messages(found["messages"], place, "messages"),), _tools(found, place)
+        )
+    if "conversations" in found:
+        return Record(place, (), (_sharegpt(found, place),), _tools(found, place))
+    if "chosen" in found and "rejected" in found:
+        return _preference(found, place)
+    if "prompt" in found and "completion" in found:
+        prompt, answer = (_part(found[key], place, key) for key in ("prompt", "completion"))
+        return _checked(Record(place, prompt, (answer,), _tools(found, place)))
+    if "instruction" in found and "output" in found:
+        return Record(place, (), (_alpaca(found, place),))
+    if "text" in found:
+        return Record(place, "", (_text(found["text"], place, "text"),))
+    keys = "messages; conversations; prompt and completion; chosen and rejected; instruction and output; or text"
+    raise _refuse(place, f"a line must have the keys {keys}", sorted(found))
+
+
+def _preference(found: Mapping[str, Any], place: str) -> Record:
+    chosen, rejected = (_part(found[key], place, key) for key in ("chosen", "rejected"))
+    if type(chosen) is not type(rejected):
+        raise _refuse(
+            place, "`chosen` and `rejected` must both be text, or both messages", "one of each"
+        )
+    if "prompt" in found:
+        prompt = _part(found["prompt"], place, "prompt")
+    elif isinstance(chosen, str):
+        raise _refuse(place, "a preference of texts must have a `prompt`", sorted(found))
+    else:
+        # Both are whole conversations, with the same begin.
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+            shared += 1
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not (chosen and rejected):
+            raise _refuse(place, "`chosen` and `rejected` must be different", "the same messages")
+    return _checked(Record(place, prompt, (chosen, rejected), _tools(found, place)))
+
+
+def _checked(record: Record) -> Record:
+    kinds = {isinstance(part, str) for part in (record.prompt, *record.answers)}
+    if len(kinds) > 1:
+        raise _refuse(record.place, "prompt and answers must all be text, or all messages", "both")
+    return record
+
+
+def _part(value: Any, place: str, key: str) -> Part:
+    return value if isinstance(value, str) else _messages(value, place, key)
+
+
+def _text(value: Any, place: str, key: str) -> str:
+    if not isinstance(value, str):
+        raise _refuse(place, f"`{key}` must be text", value)
+    return value
+
+
+def _messages(value: Any, place: str, key: str) -> Messages:
+    if not isinstance(value, list) or not value:
+        raise _refuse(place, f"`{key}` must be a list of messages", value)
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _refuse(
+                place, f"each message of `{key}` must be an object with a `role`", message
+            )
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise _refuse(
+                place, f"each message of `{key}` must have a `content`, or `tool_calls`", message
+            )
+        if content is not None and not isinstance(content, str | list):
+            raise _refuse(
+                place, "the `content` of a message must be text, or a list of parts", content
+            )
+    return tuple(value)
+
+
+def _sharegpt(found: Mapping[str, Any], place: str) -> Messages:
+    turns = found["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise _refuse(place, "`conversations` must be a list of turns", turns)
+    messages = []
+    if found.get("system"):
+        messages.append({"role": "system", "content": _text(found["system"], place, "system")})
+    for turn in turns:
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+            raise _refuse(place, "each turn must be an object with `from` and `value`", turn)
+        role = _SHAREGPT_ROLES.get(str(turn.get("from")).lower())
+        if role is None:
+            roles = ", ".join(_SHAREGPT_ROLES)
+            raise _refuse(place, f"`from` must be one of {roles}", turn.get("from"))
+        messages.append({"role": role, "content": turn["value"]})
+    return tuple(messages)
+
+
+def _alpaca(found: Mapping[str, Any], place: str) -> Messages:
+    texts = {
+        key: _text(found.get(key) or "", place, key)
+        for key in ("instruction", "input", "output", "system")
+    }
+    messages = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
+    asked = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
+    messages += [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": texts["output"]},
+    ]
+    return tuple(messages)
+
+
+def _tools(found: Mapping[str, Any], place: str) -> Sequence[Mapping[str, Any]] | None:
+    tools = found.get("tools")
+    if isinstance(tools, str):
+        # Files of columns, such as Parquet, have objects as text.
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise RecordError(
+                f"{place}: `tools` must be a list of objects. Received: {error}."
+            ) from error
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise _refuse(place, "`tools` must be a list of objects", tools)
+    return tools
+
+
+def _refuse(place: str, rule: str, received: Any) -> RecordError:
+    shown = repr(received)
+    shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+    return RecordError(f"{place}: {rule}. Received: {shown}.")

@@ -1,0 +1,136 @@
+"""Token rows of records, with the tokens that are trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from tfdist.addons.hub.chat.records import Record, RecordError
+from tfdist.addons.hub.chat.template import Span
+from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
+
+TRUNCATIONS = ("keep_start", "keep_end")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A text as tokens.
+
+    Attributes:
+        ids: The ids.
+        trained: Whether each token is predicted in training.
+        place: The file and line.
+    """
+
+    ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+    place: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def targets(self) -> int:
+        """The number of tokens that are predicted: the first token has nothing before it."""
+        return sum(self.trained[1:])
+
+    def truncated(self, length: int, truncation: str) -> Row:
+        """The row with at most some tokens, without its end or without its begin."""
+        kept = slice(None, length) if truncation == "keep_start" else slice(-length, None)
+        return Row(self.ids[kept], self.trained[kept], self.place)
+
+
+def rows_of(record: Record, tokenizer: ChatTokenizer) -> tuple[Row, ...]:
+    """The row of each answer of a record.
+
+    Raises:
+        RecordError: There is no answer, an answer does not end in a token that generation stops at, a text has two
+            first tokens, or a token is not in the vocabulary.
+    """
+    return tuple(_row(record, answer, tokenizer) for answer in range(len(record.answers)))
+
+
+def _row(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
+    messages = record.messages(answer)
+    if messages is None:
+        return _of_text(record, answer, tokenizer)
+    place = record.place
+    if tokenizer.template is None:
+        raise RecordError(
+            f"{place}: messages require a chat template, which {tokenizer.folder} does not have. Use "
+            "--chat_template=FILE."
+        )
+    first = len(record.prompt)
+    text, spans = tokenizer.template.answers(messages, place, first=first, tools=record.tools)
+    if not spans:
+        raise RecordError(
+            f"{place}: the messages must have an answer, of the role assistant. Received: none."
+        )
+    encoded = tokenizer.encode(text)
+    ids = encoded.ids
+    if tokenizer.bos is not None and ids[:2] == [tokenizer.bos] * 2:
+        raise RecordError(f"{place}: the template must begin with one first token. Received: two.")
+    trained = [False] * len(ids)
+    for span in spans:
+        inside = _inside(encoded.spans, span)
+        while inside and ids[inside[-1]] not in tokenizer.stops:
+            inside.pop()  # Such as a line break after the end of the turn.
+        if not inside:
+            raise RecordError(
+                f"{place}: each answer must end in a token that generation stops at, such as the end of a turn. "
+                f"Received: {text[slice(*span)][-40:]!r}. Use a template that ends answers with one."
+            )
+        for at in inside:
+            trained[at] = True
+    return _checked(Row(tuple(ids), tuple(trained), place), tokenizer)
+
+
+def _inside(spans: Sequence[Span], part: Span) -> list[int]:
+    """The tokens that have characters of a part of the text, as in transformers."""
+    begin, end = part
+    return [at for at, (first, last) in enumerate(spans) if first < end and begin < last]
+
+
+def _of_text(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
+    """The tokens of a text and its end; those of the prompt are not trained."""
+    prompt, text = str(record.prompt), str(record.answers[answer])
+    before = tokenizer.encode(prompt, special=True).ids if prompt else []
+    ids = tokenizer.encode(prompt + text, special=True).ids
+    if tokenizer.eos is not None and ids[-1:] != [tokenizer.eos]:
+        ids = [*ids, tokenizer.eos]
+    if before and before[-1] == tokenizer.eos:
+        before = before[:-1]  # A model that ends each text by itself.
+    trained = [at >= len(before) for at in range(len(ids))]
+    return _checked(Row(tuple(ids), tuple(trained), record.place), tokenizer)
+
+
+def _checked(row: Row, tokenizer: ChatTokenizer) -> Row:
+    if not row.targets:
+        raise RecordError(
+            f"{row.place}: a text must have at least two tokens. Received: {len(row)}."
+        )
+    return row
+
+
+def check_vocabulary(rows: Iterable[Row], size: int) -> Iterator[Row]:
+    """The rows.
+
+    Raises:
+        RecordError: A token is not in the vocabulary of the model.
+    """
+    for row in rows:
+        if max(row.ids) >= size:
+            raise RecordError(
+                f"{row.place}: tokens must be less than {size:,}, the vocabulary of the model. Received: "
+                f"{max(row.ids):,}. The tokenizer has tokens that the model does not."
+            )
+        yield row
+
+
+def shown(row: Row, tokenizer: ChatTokenizer) -> str:
+    """The tokens of a row, each on a line with its id; trained ones have a mark."""
+    lines = [
+        f"{'>' if trained else ' '} {number:>7} {tokenizer.token(number)!r}"
+        for number, trained in zip(row.ids, row.trained, strict=True)
+    ]
+    return "\n".join([f"{row.place}: {len(row)} tokens, {row.targets} trained (>)", *lines])

@@ -1,0 +1,148 @@
+"""The tokenizer and the chat template of a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.addons.hub.chat.template import ChatTemplate, Span
+
+_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_GENERATION = "generation_config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A text as tokens.
+
+    Attributes:
+        ids: The ids.
+        spans: The part of the text that each token stands in.
+    """
+
+    ids: list[int]
+    spans: list[Span]
+
+
+class ChatTokenizer:
+    """Encodes texts exactly as transformers does with this folder.
+
+    Args:
+        folder: A folder with tokenizer.json, and optionally tokenizer_config.json, chat_template.jinja and
+            generation_config.json.
+        template: The source of a chat template, in place of that of the folder.
+
+    Attributes:
+        template: The chat template; None without one.
+        bos: The id of the first token of a text; None without one.
+        stops: The ids of tokens that end an answer: those that generation stops at, and all special tokens.
+
+    Raises:
+        ImportError: The packages `tokenizers` or `jinja2` are missing.
+        ValueError: A file is missing or broken.
+    """
+
+    def __init__(self, folder: str | Path, template: str | None = None):
+        self.folder = Path(folder)
+        self._tokenizer = _read_tokenizer(self.folder / _TOKENIZER)
+        config = _read_json(self.folder / _CONFIG)
+        added = self._tokenizer.get_added_tokens_decoder()
+        names = {
+            key: _content(config.get(key))
+            for key in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
+        self._names = {key: name for key, name in names.items() if name is not None}
+        self.bos = self._id(names["bos_token"])
+        self.eos = self._id(names["eos_token"])
+        self.stops = (
+            frozenset(number for number, token in added.items() if token.special) | self._stops()
+        )
+        source = _source(self.folder, config) if template is None else template
+        self.template = None if source is None else ChatTemplate(source, self._names)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of tokens, with added ones."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, special: bool = False) -> Encoded:
+        """The tokens of a text.
+
+        Args:
+            text: The text; names of special tokens in it become these.
+            special: Whether the tokens that the model expects around a text are added, such as a first one.
+        """
+        found = self._tokenizer.encode(text, add_special_tokens=special)
+        return Encoded(list(found.ids), [tuple(span) for span in found.offsets])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, with special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token(self, number: int) -> str:
+        """The token of an id, as it is in the vocabulary."""
+        return self._tokenizer.id_to_token(number) or f"[{number}]"
+
+    def _id(self, name: str | None) -> int | None:
+        return None if name is None else self._tokenizer.token_to_id(name)
+
+    def _stops(self) -> frozenset[int]:
+        ends = _read_json(self.folder / _GENERATION).get("eos_token_id") or []
+        ends = ends if isinstance(ends, list) else [ends]
+        return frozenset([*ends, *([] if self.eos is None else [self.eos])])
+
+
+def _read_tokenizer(path: Path):
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            "Chat data requires the package `tokenizers`, which is not installed. Run: pip install "
+            "'tfdist[hub]'."
+        ) from error
+    if not path.is_file():
+        raise ValueError(
+            f"A folder with a tokenizer must have {_TOKENIZER}. Received: {str(path.parent)!r}."
+        )
+    try:
+        found = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        # The package has no error of its own.
+        raise ValueError(
+            f"{path} must be a file of the package `tokenizers`. Received: {error}."
+        ) from error
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON. Received: {error}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object. Received: {type(found).__name__}.")
+    return found
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which files have as text or as an object."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def _source(folder: Path, config: dict[str, Any]) -> str | None:
+    """The source of the chat template of a folder; of several the default one."""
+    if (folder / _TEMPLATE).is_file():
+        return (folder / _TEMPLATE).read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default", next(iter(named.values()), None))
+    return found if isinstance(found, str) else None
