@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from tfdist.addons.hub.files import check_files
+from tfdist.addons.hub.importing import check_importable, import_weights, is_hugging_face
 from tfdist.backend.keras.functional import deferred_weights, initialize_weights
 from tfdist.step.context import current_strategy
 from tfdist.tensor_parallel import parallelize
@@ -52,7 +53,8 @@ def load_preset(
     `PipelineModel` reads those of this rank's stages. Without a strategy in scope this is `from_preset`.
 
     Args:
-        preset: The folder of a preset, as `save_to_preset` writes it.
+        preset: The folder of a preset, as `save_to_preset` writes it, or of a model of Hugging Face that
+            KerasHub can convert.
         cls: A task or backbone of KerasHub; None for `keras_hub.models.CausalLM`.
         plan: As for `parallelize`; None to find one.
         **kwargs: Arguments of `from_preset`, such as `dtype` or `preprocessor`.
@@ -71,19 +73,27 @@ def load_preset(
     if plan is not None and not is_layout_map(plan):
         check_plan(plan)
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
-    if not (folder / _CONFIG).is_file() or weights is None:
+    if weights is not None and (folder / _CONFIG).is_file():
+        check_files(folder / _CONFIG, weights)
+    elif is_hugging_face(folder):
+        _hub()
+        check_importable(folder)
+    else:
         raise ValueError(
-            f"A `preset` must be a folder with {_CONFIG} and {' or '.join(_WEIGHTS)}, as "
-            f"`save_to_preset` writes it. Received: {str(preset)!r}. Load others with KerasHub's "
-            "`from_preset`, and save them with `save_to_preset` once."
+            f"A `preset` must be a folder with {_CONFIG} and {' or '.join(_WEIGHTS)}, as `save_to_preset` "
+            "writes it, or with the files of a model of Hugging Face: config.json and model.safetensors. "
+            f"Received: {str(preset)!r}."
         )
-    check_files(folder / _CONFIG, weights)
     models = _hub().models
     cls = models.CausalLM if cls is None else cls
     strategy = current_strategy()
     if strategy is None:
         with _one_line_errors(folder):
-            return cls.from_preset(str(folder), **kwargs)
+            if weights is not None:
+                return cls.from_preset(str(folder), **kwargs)
+            model = cls.from_preset(str(folder), load_weights=False, **kwargs)
+            import_weights(getattr(model, "backbone", model), folder)
+            return model
     is_task = issubclass(cls, models.Task)
     # An optimizer's variables cannot be deferred.
     compiles = is_task and kwargs.pop("compile", True)
@@ -96,9 +106,12 @@ def load_preset(
         parallelize(model, plan)
     backbone = getattr(model, "backbone", model)
     with _one_line_errors(folder):
-        if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
-            model.load_task_weights(str(folder / _TASK_WEIGHTS))
-        backbone.load_weights(str(weights))
+        if weights is None:
+            import_weights(backbone, folder)
+        else:
+            if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
+                model.load_task_weights(str(folder / _TASK_WEIGHTS))
+            backbone.load_weights(str(weights))
     if strategy.group(*mesh.stage_axes).size == 1:
         initialize_weights(model.variables)
     elif is_task:

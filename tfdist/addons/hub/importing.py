@@ -1,0 +1,191 @@
+"""Weights of folders in the format of Hugging Face, of which each rank reads its parts.
+
+KerasHub's converters map the tensors of such a folder to a backbone's variables. They assign each tensor as a
+whole; here a variable receives an array that is read when it is needed, one tensor at a time.
+
+`keras_hub.src` is private to KerasHub, which has no public loader that takes the variables one by one;
+`tests/addons/hub/test_importing.py` fails if it changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+
+from tfdist.backend.keras.private import all_layers
+from tfdist.backend.keras.stored import StoredArray
+from tfdist.strategies.keras_patches.reading import reading_parts
+
+_CONFIG = "config.json"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+#: NumPy, for converters that round to float16.
+_EXACT = types.SimpleNamespace(**vars(np) | {"float16": np.float32})
+_DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder has the configuration and the weights of a model of Hugging Face."""
+    if not (folder / _CONFIG).is_file() or not any((folder / name).is_file() for name in _WEIGHTS):
+        return False
+    try:
+        found = json.loads((folder / _CONFIG).read_text("utf-8"))
+    except ValueError:
+        return False
+    return isinstance(found, dict) and "model_type" in found and "registered_name" not in found
+
+
+def check_importable(folder: Path) -> None:
+    """Checks a folder before a model is created.
+
+    Raises:
+        ImportError: The package `safetensors` is missing.
+        ValueError: KerasHub cannot convert this model, or files of weights are missing or broken.
+    """
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(
+            "A folder of Hugging Face requires the package `safetensors`, which is not installed. Run: pip "
+            "install 'tfdist[hub]'."
+        ) from error
+    _converter(folder)
+    index = folder / _WEIGHTS[1]
+    names = {_WEIGHTS[0]}
+    if index.is_file():
+        names = {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+    for name in sorted(names):
+        try:
+            with safetensors.safe_open(str(folder / name), framework="np"):
+                pass
+        except Exception as error:
+            # The package raises errors of its own for files that are cut, and others for missing ones.
+            raise ValueError(
+                f"{str(folder / name)!r} must be a complete file of safetensors. Received: {error}. Copy the "
+                "folder again."
+            ) from error
+
+
+def import_weights(backbone: keras.Model, folder: Path) -> None:
+    """Reads the weights of a backbone, which may be split, sharded, or without values yet.
+
+    Args:
+        backbone: A backbone that KerasHub has created for this folder.
+        folder: The folder.
+    """
+    converter, config = _converter(folder)
+    if config["model_type"] == "qwen3":
+        _set_epsilons(backbone, config["rms_norm_eps"])
+    with reading_parts(backbone), _loader_class()(str(folder)) as loader:
+        converter.convert_weights(backbone, loader, config)
+
+
+def _converter(folder: Path) -> tuple[Any, dict]:
+    """KerasHub's converter of a folder's model, and the configuration."""
+    from keras_hub.src.utils.preset_utils import get_preset_loader
+
+    loader = get_preset_loader(str(folder))
+    converter = getattr(loader, "converter", None)
+    if converter is None or not hasattr(converter, "convert_weights"):
+        raise ValueError(
+            f"KerasHub must have a converter for the model of a folder. Received: {str(folder)!r}, whose "
+            f"`model_type` is {loader.config.get('model_type')!r}."
+        )
+    return converter, loader.config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Converted(StoredArray):
+    """A tensor of a file of safetensors in the form of a variable.
+
+    Attributes:
+        convert: Maps the tensor and the shape of the variable to the variable's array; None for the tensor itself.
+    """
+
+    convert: Callable | None = None
+
+    def read(self, index: Any = ()) -> np.ndarray:
+        """Reads the array, or the part that an index selects."""
+        import safetensors
+
+        with safetensors.safe_open(self.file, framework="np") as file:
+            if self.convert is None:
+                found = (
+                    file.get_slice(self.name)[index] if index != () else file.get_tensor(self.name)
+                )
+                return np.asarray(found)
+            tensor = file.get_tensor(self.name)
+        found = np.asarray(self.convert(tensor, list(self.shape)))
+        if tuple(found.shape) != self.shape:
+            raise ValueError(
+                f"The tensor {self.name!r} must have the shape {self.shape} in the variable. Received: "
+                f"{tuple(found.shape)}."
+            )
+        return found[index]
+
+
+def _loader_class() -> type:
+    from keras_hub.src.utils.preset_utils import get_file
+    from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
+
+    class Loader(SafetensorLoader):
+        """As KerasHub's, for variables that read their parts later."""
+
+        def port_weight(self, keras_variable, hf_weight_key, hook_fn=None):
+            """Assigns a tensor that is not read yet."""
+            name, files = "model.safetensors", None
+            if self.safetensor_config is not None:
+                files = self.safetensor_config["weight_map"]
+                name = files[self.get_prefixed_key(hf_weight_key, files)]
+            elif self.fname is not None:
+                name = self.fname
+            path = get_file(self.preset, name)
+            if name not in self.safetensor_files:
+                import safetensors
+
+                self.safetensor_files[name] = self.enter_context(
+                    safetensors.safe_open(path, framework="np")
+                )
+            file = self.safetensor_files[name]
+            key = self.get_prefixed_key(hf_weight_key, file)
+            part = file.get_slice(key)
+            shape = tuple(keras_variable.shape) if hook_fn else tuple(part.get_shape())
+            dtype = np.dtype(_DTYPES.get(part.get_dtype(), np.float32))
+            keras_variable.assign(_Converted(path, key, shape, dtype, _as_it_is_now(hook_fn)))
+
+    return Loader
+
+
+def _as_it_is_now(function: Callable | None) -> Callable | None:
+    """A function with the present values of its closure, which a loop of a converter changes later."""
+    if function is None or not isinstance(function, types.FunctionType):
+        return function
+    cells = tuple(types.CellType(cell.cell_contents) for cell in function.__closure__ or ())
+    return _copied(function, cells)
+
+
+def _copied(function, cells: tuple) -> Callable:
+    """A copy of a function, which also keeps the precision of tensors.
+
+    KerasHub 0.32 rounds the weights of Mistral to float16.
+    """
+    names = {**function.__globals__, "np": _EXACT}
+    code, defaults = function.__code__, function.__defaults__
+    copy = types.FunctionType(code, names, function.__name__, defaults, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _set_epsilons(backbone: keras.Model, epsilon: float) -> None:
+    """Sets the epsilon of all norms: that of a query or a key in Qwen 3 is another one in KerasHub 0.32."""
+    for layer in all_layers(backbone):
+        for name in ("epsilon", "layer_norm_epsilon"):
+            if hasattr(layer, name):
+                setattr(layer, name, epsilon)
