@@ -331,7 +331,8 @@ PROGRAM = command.Program(
     _FLAGS.values,
     usage="python -m benchmarks.training [flags]",
     summary="Trains the same models on tfdist, tf_keras, PyTorch and Keras on JAX, in turn, and compares the "
-    f"times of a step. Comparisons: {', '.join(COMPARISONS)}.",
+    f"times of a step. Comparisons: {', '.join(name for name in COMPARISONS if not name.endswith('-xla'))}; "
+    "and with -xla, such as gpt-data-xla, compiled steps.",
     check=_check,
 )
 

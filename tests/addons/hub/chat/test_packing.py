@@ -64,7 +64,7 @@ def test_truncation():
 
 def test_tokens_beyond_the_vocabulary():
     assert list(check_vocabulary([row(1, 9)], 10)) == [row(1, 9)]
-    with pytest.raises(RecordError, match=r"^f:1: tokens must be less than 9"):
+    with pytest.raises(RecordError, match=r"^f:1: Tokens must be less than 9"):
         list(check_vocabulary([row(1, 9)], 9))
 
 

@@ -69,10 +69,10 @@ def test_lines_of_a_file_are_numbered(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"messages": [', "a line must be a JSON object"),
-        ("[" * 100_000, "a line must be a JSON object"),
-        ("[1]", "a line must be a JSON object"),
-        ("{}", "a line must have the keys messages"),
+        ('{"messages": [', "A line must be a JSON object"),
+        ("[" * 100_000, "A line must be a JSON object"),
+        ("[1]", "A line must be a JSON object"),
+        ("{}", "A line must have the keys messages"),
         ('{"messages": []}', "`messages` must be a list of messages"),
         ('{"messages": "hello"}', "`messages` must be a list of messages"),
         ('{"messages": [{"content": "a"}]}', "an object with a `role`"),

@@ -35,7 +35,7 @@ def test_as_transformers(folder, case):
     given = CONVERSATIONS[case["conversation"]]
     options = {"tools": given.get("tools"), "add_generation_prompt": case["prompt"]}
     if "error" in case:
-        with pytest.raises(RecordError, match=r"^here:1: the chat template cannot render"):
+        with pytest.raises(RecordError, match=r"^here:1: The chat template cannot render"):
             tokenizer.template.render(given["messages"], "here:1", **options)
         return
     text = tokenizer.template.render(given["messages"], "here:1", **options)

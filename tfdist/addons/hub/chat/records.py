@@ -39,7 +39,15 @@ _MOST_SHOWN = 80
 
 
 class RecordError(ValueError):
-    """A line of a file is not a record; the message begins with the file and the number of the line."""
+    """A line of a file is not a record.
+
+    Args:
+        text: What is wrong.
+        place: The file and the number of the line, with which the message begins.
+    """
+
+    def __init__(self, text: str, place: str):
+        super().__init__(f"{place}: {text}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +97,14 @@ def _lines(file, path) -> Iterator[str]:
     try:
         yield from file
     except UnicodeDecodeError as error:
-        raise RecordError(f"{path}: the file must be UTF-8. Received: {error}.") from error
+        raise RecordError(f"The file must be UTF-8. Received: {error}.", path) from error
 
 
 def _object(line: str, place: str) -> Mapping[str, Any]:
     try:
         found = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise RecordError(f"{place}: a line must be a JSON object. Received: {error}.") from error
+        raise RecordError(f"A line must be a JSON object. Received: {error}.", place) from error
     if not isinstance(found, dict):
         raise _refuse(place, "a line must be a JSON object", found)
     return found
@@ -241,4 +249,4 @@ def _tools(found: Mapping[str, Any], place: str) -> Sequence[Mapping[str, Any]] 
 def _refuse(place: str, rule: str, received: Any) -> RecordError:
     shown = repr(received)
     shown = shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
-    return RecordError(f"{place}: {rule}. Received: {shown}.")
+    return RecordError(f"{rule[0].upper()}{rule[1:]}. Received: {shown}.", place)

@@ -57,19 +57,20 @@ def _row(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
     place = record.place
     if tokenizer.template is None:
         raise RecordError(
-            f"{place}: messages require a chat template, which {tokenizer.folder} does not have. Use "
-            "--chat_template=FILE."
+            f"Messages require a chat template, which {tokenizer.folder} does not have. Use "
+            "--chat_template=FILE.",
+            place,
         )
     first = len(record.prompt)
     text, spans = tokenizer.template.answers(messages, place, first=first, tools=record.tools)
     if not spans:
         raise RecordError(
-            f"{place}: the messages must have an answer, of the role assistant. Received: none."
+            "The messages must have an answer, of the role assistant. Received: none.", place
         )
     encoded = tokenizer.encode(text)
     ids = encoded.ids
     if tokenizer.bos is not None and ids[:2] == [tokenizer.bos] * 2:
-        raise RecordError(f"{place}: the template must begin with one first token. Received: two.")
+        raise RecordError("The template must begin with one first token. Received: two.", place)
     trained = [False] * len(ids)
     for span in spans:
         inside = _inside(encoded.spans, span)
@@ -77,8 +78,9 @@ def _row(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
             inside.pop()  # Such as a line break after the end of the turn.
         if not inside:
             raise RecordError(
-                f"{place}: each answer must end in a token that generation stops at, such as the end of a turn. "
-                f"Received: {text[slice(*span)][-40:]!r}. Use a template that ends answers with one."
+                f"Each answer must end in a token that generation stops at, such as the end of a turn. "
+                f"Received: {text[slice(*span)][-40:]!r}. Use a template that ends answers with one.",
+                place,
             )
         for at in inside:
             trained[at] = True
@@ -106,9 +108,7 @@ def _of_text(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
 
 def _checked(row: Row, tokenizer: ChatTokenizer) -> Row:
     if not row.targets:
-        raise RecordError(
-            f"{row.place}: a text must have at least two tokens. Received: {len(row)}."
-        )
+        raise RecordError(f"A text must have at least two tokens. Received: {len(row)}.", row.place)
     return row
 
 
@@ -121,8 +121,9 @@ def check_vocabulary(rows: Iterable[Row], size: int) -> Iterator[Row]:
     for row in rows:
         if max(row.ids) >= size:
             raise RecordError(
-                f"{row.place}: tokens must be less than {size:,}, the vocabulary of the model. Received: "
-                f"{max(row.ids):,}. The tokenizer has tokens that the model does not."
+                f"Tokens must be less than {size:,}, the vocabulary of the model. Received: "
+                f"{max(row.ids):,}. The tokenizer has tokens that the model does not.",
+                row.place,
             )
         yield row
 

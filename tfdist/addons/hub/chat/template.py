@@ -44,7 +44,7 @@ class ChatTemplate:
 
     Args:
         source: The Jinja source.
-        variables: What it may use beside messages and tools, such as `bos_token`.
+        variables: What it may use in addition to messages and tools, such as `bos_token`.
 
     Raises:
         ValueError: It is not valid Jinja.
@@ -118,8 +118,9 @@ class ChatTemplate:
         text, spans = self._without_marks(self._rendered(messages, place, tools, False))
         if spans and len(spans) != len(turns):
             raise RecordError(
-                f"{place}: the template must mark each answer once by `{{% generation %}}`. Received: "
-                f"{len(spans)} marks for {len(turns)} answers."
+                f"The template must mark each answer once by `{{% generation %}}`. Received: "
+                f"{len(spans)} marks for {len(turns)} answers.",
+                place,
             )
         if not spans:
             spans = [self._by_prefixes(messages, at, text, place, tools) for at in turns]
@@ -130,9 +131,10 @@ class ChatTemplate:
         end = self._rendered(messages[: at + 1], place, tools, False)
         if not (text.startswith(end) and end.startswith(begin)):
             raise RecordError(
-                f"{place}: the template renders the messages up to the answer in message {at + 1} otherwise than "
+                f"The template renders the messages up to the answer in message {at + 1} otherwise than "
                 "within the whole conversation, and does not mark answers. Use a template with "
-                "`{% generation %}`, or split the conversation."
+                "`{% generation %}`, or split the conversation.",
+                place,
             )
         return len(begin), len(end)
 
@@ -150,9 +152,7 @@ class ChatTemplate:
         except Exception as error:
             # A template is a program of someone else.
             said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise RecordError(
-            f"{place}: the chat template cannot render the messages. Received: {said}."
-        )
+        raise RecordError(f"The chat template cannot render the messages. Received: {said}.", place)
 
     def _without_marks(self, text: str) -> tuple[str, list[Span]]:
         begin, end = self._marks
