@@ -237,7 +237,7 @@ def _tools(found: Mapping[str, Any], place: str) -> Sequence[Mapping[str, Any]] 
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise RecordError(
-                f"{place}: `tools` must be a list of objects. Received: {error}."
+                f"`tools` must be a list of objects. Received: {error}.", place
             ) from error
     if tools is None or tools == []:
         return None
