@@ -28,7 +28,8 @@ _RANK_ADDRESSES = 4 * _GIB
 _LEAST_FREE = _GIB
 _LEAST_FILES = 1024
 _ATTENTION = (
-    "tfdist.layers: products of all scores up to 2 GiB, else blocks; KerasHub: products; not cuDNN's fused kernel"
+    "tfdist.layers: products of all scores up to 2 GiB, else blocks; KerasHub: products; "
+    "not cuDNN's fused kernel"
 )
 #: Minimum size of /dev/shm, which NCCL uses between the ranks of a host.
 _LEAST_SHARED = 256 << 20

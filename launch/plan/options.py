@@ -98,6 +98,8 @@ class MachineOptions:
         """
         name = self.machine
         path = file_or_name("machine", name, DEVICES)
+        if path is not None:
+            refuse_ignored(self, ["steps"], "requires a device as --machine", f"--machine={name}")
         try:
             found = machine(name, steps=self.steps) if path is None else read_machine(path)
         except (OSError, ValueError) as error:

@@ -109,16 +109,15 @@ def compiled(strategy: DistributedStrategy, fn: Callable, args: Sequence, kwargs
     )
     compiler = Compiler(graph)
     outputs = iter(compiler.compile()(*given, *(outside for outside, _ in graph.captures)))
-    _report(model, compiler.summary)
+    _report(model, strategy, compiler.summary)
     structured = tf.nest.flatten(graph.structured_outputs, expand_composites=True)
     results = [next(outputs) if tf.is_tensor(each) else each for each in structured]
     return tf.nest.pack_sequence_as(graph.structured_outputs, results, expand_composites=True)
 
 
-def _report(model, summary) -> None:
+def _report(model, strategy: DistributedStrategy, summary) -> None:
     """Logs what was compiled, and raises or warns of what could not be."""
-    strategy = strategy_of(model)
-    if strategy is None or strategy.is_chief:
+    if strategy.is_chief:
         _logger.info(
             "XLA compiles %d operations of a step of `%s` in %d parts (%d different ones); %d run between "
             "them.",
@@ -140,7 +139,7 @@ def _report(model, summary) -> None:
         )
     is_new = _warned_of(model, None) != first
     _warned_of.set(model, first)
-    if is_new and (strategy is None or strategy.is_chief):
+    if is_new and strategy.is_chief:
         _logger.warning("XLA does not compile a part of the step of `%s`: %s.", model.name, found)
 
 

@@ -388,3 +388,9 @@ def test_two_ranks_of_each_engine_meet():
     assert done.returncode == 0, done.stdout
     assert "two ranks ran an all-reduce" in done.stdout
     assert sys.executable in done.stdout
+
+
+def test_the_limit_of_attention_is_that_of_the_layers():
+    from tfdist.context_parallel.blockwise import attention
+
+    assert f"up to {attention._WHOLE_BYTES >> 30} GiB" in machine._ATTENTION

@@ -52,6 +52,14 @@ def test_a_machine_from_a_file_and_its_mark(tmp_path):
     finished = plan(f"--machine={path}", "--ranks=16", "--layers=2", "--width=64", "--heads=4")
     assert finished.returncode == 0, finished.stderr
     assert "extrapolated" in finished.stdout
+    finished = plan(f"--machine={path}", "--ranks=2", "--steps=uncompiled")
+    assert finished.returncode == 2 and "--steps requires a device" in finished.stderr
+
+
+def test_steps_of_a_gpu_are_told():
+    sizes = ("--machine=h100", "--ranks=1", "--layers=2", "--width=64", "--heads=4")
+    assert "compiled by XLA, which reach 36% of the peak" in plan(*sizes).stdout
+    assert "without XLA, which reach 9% of the peak" in plan(*sizes, "--steps=uncompiled").stdout
 
 
 def test_a_configuration_from_a_file(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
 
 import keras
 import numpy as np
@@ -91,23 +91,21 @@ def train(strategy, layer, jit_compile):
 )
 def test_true_raises_a_line_that_names_them(pool, layer, operation):
     with pytest.raises(ValueError, match=rf"the layer `special` with {operation}") as error:
-        pool.run(on_mesh, part(train, layer=layer, jit_compile=True), tfdist.Mesh(), {})
+        pool.run(
+            on_mesh, functools.partial(train, layer=layer, jit_compile=True), tfdist.Mesh(), {}
+        )
     assert "jit_compile=True" in str(error.value)
-
-
-def part(function, **options):
-    import functools
-
-    return functools.partial(function, **options)
 
 
 @on_ranks(("horovod", 2), ("local", 1), slow=[("tensorflow", 2)])
 @pytest.mark.parametrize("layer", [Lookup, Python, Filter])
 def test_auto_leaves_them_out_with_one_warning(pool, one_process, layer):
     expected, _, _ = one_process.run(
-        on_mesh, part(train, layer=layer, jit_compile=False), tfdist.Mesh(), {}
+        on_mesh, functools.partial(train, layer=layer, jit_compile=False), tfdist.Mesh(), {}
     )[0]
-    results = pool.run(on_mesh, part(train, layer=layer, jit_compile="auto"), tfdist.Mesh(), {})
+    results = pool.run(
+        on_mesh, functools.partial(train, layer=layer, jit_compile="auto"), tfdist.Mesh(), {}
+    )
     for weights, compiles, _ in results:
         assert compiles
         if layer is not Filter:  # Its mean is that of a rank's rows.
@@ -120,9 +118,11 @@ def test_auto_leaves_them_out_with_one_warning(pool, one_process, layer):
 @on_ranks(("tensorflow", 2), slow=[("horovod", 2)])
 def test_what_is_excluded_is_no_obstacle(pool, one_process):
     expected = one_process.run(
-        on_mesh, part(train, layer=Excluded, jit_compile=False), tfdist.Mesh(), {}
+        on_mesh, functools.partial(train, layer=Excluded, jit_compile=False), tfdist.Mesh(), {}
     )[0]
-    results = pool.run(on_mesh, part(train, layer=Excluded, jit_compile=True), tfdist.Mesh(), {})
+    results = pool.run(
+        on_mesh, functools.partial(train, layer=Excluded, jit_compile=True), tfdist.Mesh(), {}
+    )
     for weights, compiles, _ in results:
         assert compiles
         for got, right in zip(weights, expected[0], strict=True):
@@ -154,7 +154,3 @@ def test_each_call_of_keras(pool, one_process):
     for found in pool.run(on_mesh, every_call, tfdist.Mesh(), {}):
         for got, right in zip(found, expected, strict=True):
             np.testing.assert_allclose(got, right, atol=1e-6)
-
-
-def test_logger_is_that_of_tfdist():
-    assert Said().level == logging.INFO

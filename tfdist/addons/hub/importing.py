@@ -140,12 +140,11 @@ def _loader_class() -> type:
 
         def port_weight(self, keras_variable, hf_weight_key, hook_fn=None):
             """Assigns a tensor that is not read yet."""
-            name, files = "model.safetensors", None
-            if self.safetensor_config is not None:
+            if self.safetensor_config is None:
+                name = self.fname or _WEIGHTS[0]
+            else:
                 files = self.safetensor_config["weight_map"]
                 name = files[self.get_prefixed_key(hf_weight_key, files)]
-            elif self.fname is not None:
-                name = self.fname
             path = get_file(self.preset, name)
             if name not in self.safetensor_files:
                 import safetensors
@@ -164,21 +163,15 @@ def _loader_class() -> type:
 
 
 def _as_it_is_now(function: Callable | None) -> Callable | None:
-    """A function with the present values of its closure, which a loop of a converter changes later."""
-    if function is None or not isinstance(function, types.FunctionType):
+    """A function with the present values of its closure, which a loop of a converter changes later.
+
+    It keeps the precision of tensors, too: KerasHub 0.32 rounds the weights of Mistral to float16.
+    """
+    if not isinstance(function, types.FunctionType):
         return function
     cells = tuple(types.CellType(cell.cell_contents) for cell in function.__closure__ or ())
-    return _copied(function, cells)
-
-
-def _copied(function, cells: tuple) -> Callable:
-    """A copy of a function, which also keeps the precision of tensors.
-
-    KerasHub 0.32 rounds the weights of Mistral to float16.
-    """
-    names = {**function.__globals__, "np": _EXACT}
-    code, defaults = function.__code__, function.__defaults__
-    copy = types.FunctionType(code, names, function.__name__, defaults, cells)
+    names, defaults = {**function.__globals__, "np": _EXACT}, function.__defaults__
+    copy = types.FunctionType(function.__code__, names, function.__name__, defaults, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -18,11 +18,10 @@ _OF_GPUS = {"group_bytes": 0.4e9, "bucket_bytes": 64 << 20}
 #: The shares that steps reach on a GPU of what `Machine` assumes for long-tuned programs, which is what
 #: Megatron-LM publishes for large models. Measured with GPT-2 small on an H100, mixed_bfloat16, 8 x 1,024 tokens:
 #: 196 ms without XLA, 50 ms with XLA, 29 ms with XLA and fused attention (Keras on JAX), for 26 ms.
-STEPS = {"uncompiled": 0.13, "compiled": 0.52, "fused": 0.89}
-_SAID = {
-    "uncompiled": "steps without XLA",
-    "compiled": "steps compiled by XLA",
-    "fused": "compiled steps with fused attention",
+STEPS = {
+    "uncompiled": (0.13, "steps without XLA"),
+    "compiled": (0.52, "steps compiled by XLA"),
+    "fused": (0.89, "compiled steps with fused attention"),
 }
 
 
@@ -326,9 +325,9 @@ def machine(device: str, *, steps: str = "compiled", **changes: Any) -> Machine:
         "source": found.source,
     }
     if not found.name.startswith("tpu") and not {"efficiency", "memory_efficiency"} & {*changes}:
-        share = STEPS[steps]
+        share, words = STEPS[steps]
         figures["efficiency"] = share * Machine.efficiency
         figures["memory_efficiency"] = share * Machine.memory_efficiency
-        reached = f"{_SAID[steps]}, which reach {figures['efficiency']:.0%} of the peak FLOP/s"
+        reached = f"{words}, which reach {figures['efficiency']:.0%} of the peak FLOP/s"
         figures["source"] = f"{found.source}; {reached}, as measured with GPT-2 small"
     return Machine(**(figures | changes))

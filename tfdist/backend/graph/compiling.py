@@ -63,8 +63,8 @@ def is_sized_by_values(op: tf.Operation) -> bool:
 def needs_fixed_sizes() -> bool:
     """Whether sizes in a step must not depend on values.
 
-    True in a compiled step. Also, TensorFlow compiles clusters of any graph if `TF_XLA_FLAGS` or `tf.config.optimizer.set_jit` enable
-    it. For two consecutive filters, such as `tf.boolean_mask`, XLA silently returns different rows than
+    In a compiled step, and where `TF_XLA_FLAGS` or `tf.config.optimizer.set_jit` have TensorFlow compile clusters
+    of any graph. For two consecutive filters, such as `tf.boolean_mask`, XLA silently returns different rows than
     TensorFlow.
     """
     return _local.is_compiled or _clusters_are_compiled()

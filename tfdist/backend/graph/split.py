@@ -15,9 +15,9 @@ from tensorflow.core.framework import graph_pb2
 
 from tfdist.backend.keras.functional import add_functions, functions_of, not_inlined
 
-#: Operations with negligible cost: if their inputs are available, they are repeated instead of storing
-#: their outputs from one subgraph to another.
-_CHEAP = frozenset(
+#: Operations with negligible cost: if their inputs are available, they are repeated instead of passing
+#: their outputs from one part of a graph to another.
+CHEAP = frozenset(
     {"Cast", "ExpandDims", "Identity", "Pack", "Reshape", "Shape", "Squeeze", "StridedSlice"}
 )
 
@@ -129,7 +129,7 @@ def _repeatable(graph, captured: dict) -> set:
             continue
         if operation.type == "ReadVariableOp":
             is_repeatable = readers.get(operation.inputs[0].name, False)
-        elif operation.type in _CHEAP:
+        elif operation.type in CHEAP:
             is_repeatable = all(t.op in found for t in operation.inputs)
         else:
             is_repeatable = operation.type == "Const" or operation.name + ":0" in captured

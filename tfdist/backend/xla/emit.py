@@ -198,14 +198,14 @@ class _Emission:
 
     def _emit_compiled(self, place: int, part: Part) -> None:
         definition = _Definition(self._division, self._arguments, part.operations)
-        names = [definition.renamed(name) for name in self._used_elsewhere.get(place, ())]
-        function = self._compiler.island(definition, names)
+        used = self._used_elsewhere.get(place, [])
+        function = self._compiler.island(definition, [definition.renamed(name) for name in used])
         with tf.control_dependencies(self._before(part)):
             results = function(*(self._tensors[name] for name in definition.taken))
         call = self._to.get_operations()[-1]
         while call.type not in ("PartitionedCall", "StatefulPartitionedCall"):
             call = call.inputs[0].op
-        for name, tensor in zip(self._used_elsewhere.get(place, ()), results or [], strict=True):
+        for name, tensor in zip(used, results or [], strict=True):
             tensor.set_shape(self._from.get_tensor_by_name(name).shape)
             self._tensors[name] = tensor
         for op in part.operations:

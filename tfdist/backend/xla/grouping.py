@@ -27,12 +27,22 @@ def groups_of(
     first: set[str],
     created: dict[str, int],
 ) -> list[list[tf.Operation]]:
-    """Disjoint groups of operations; those of one operation are not compiled."""
+    """Disjoint groups of operations.
+
+    Args:
+        listed: The operations, each after those that it depends on.
+        before: By operation, the names of those that it depends on.
+        dividing: The names of operations that are alone in their group.
+        early: The names of operations that depend on no data.
+        first: The names of operations that run first and divide nothing.
+        created: By operation, when it was created.
+    """
     dividing = dividing | first
     places = {name: place for place, name in enumerate(sorted(dividing - first))}
     labels: dict[str, int] = {}
     after: dict[str, list[str]] = collections.defaultdict(list)
-    order = _topological([op.name for op in listed], before)
+    names = [op.name for op in listed]
+    order = [names[place] for place in sorted_places(names, before)]
     by_name = {op.name: op for op in listed}
     for name in order:
         label = 0
@@ -132,11 +142,6 @@ def first_operations(
 def _may_wait(op: tf.Operation) -> bool:
     """Whether an operation may wait for something outside of the step, such as a message."""
     return is_excluded(op) or (op._is_stateful and not op.type.startswith(("Assign", "Read")))
-
-
-def _topological(names: Sequence[str], before: dict[str, list[str]]) -> list[str]:
-    """The names, each after those before it, and otherwise in their order."""
-    return [names[place] for place in sorted_places(names, before)]
 
 
 def sorted_places(items: Sequence, before: dict) -> list[int]:

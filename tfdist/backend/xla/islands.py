@@ -92,9 +92,8 @@ def divide(graph, inputs: Inputs, functions: Functions) -> Division:
         # A list cannot be passed from one compiled part to another.
         outside |= lists
     parts = [Part(each, len(each) > 1 or each[0].name in alone) for each in groups]
-    _add_soft(parts, before, soft)
-    found_obstacles = [each for _, each in found]
-    return Division(_joined(_in_order(parts, before)), repeated, before, sizes, found_obstacles)
+    ordered = _in_order(parts, before, soft)
+    return Division(_joined(ordered), repeated, before, sizes, [each for _, each in found])
 
 
 def _lists_across(groups: Iterable[Sequence[tf.Operation]]) -> set[str]:
@@ -114,10 +113,13 @@ def _calls_one(op: tf.Operation, functions: Functions) -> bool:
     return any(functions.never_inlined(name) for each in called(op).values() for name in each)
 
 
-def _add_soft(
+def _in_order(
     parts: Sequence[Part], before: dict[str, list[str]], soft: Iterable[tuple[str, str]]
-) -> None:
-    """Adds the dependencies that are possible: those that do not let a part wait for itself."""
+) -> list[Part]:
+    """The parts, each after those that it depends on.
+
+    Of the soft dependencies those are added to `before` that do not let a part wait for itself.
+    """
     part_of = {op.name: place for place, part in enumerate(parts) for op in part.operations}
     needed: dict[int, set[int]] = {
         place: {part_of[each] for op in part.operations for each in before[op.name]} - {place}
@@ -128,6 +130,7 @@ def _add_soft(
         if source != place and not _depends(source, place, needed):
             needed[place].add(source)
             before[waiting].append(name)
+    return [parts[place] for place in sorted_places(range(len(parts)), needed)]
 
 
 def _depends(place: int, on: int, needed: dict[int, set[int]]) -> bool:
@@ -141,16 +144,6 @@ def _depends(place: int, on: int, needed: dict[int, set[int]]) -> bool:
                 known.add(each)
                 waiting.append(each)
     return False
-
-
-def _in_order(parts: Sequence[Part], before: dict[str, list[str]]) -> list[Part]:
-    """The parts, each after those that it depends on."""
-    part_of = {op.name: place for place, part in enumerate(parts) for op in part.operations}
-    needed = {
-        place: list({part_of[each] for op in part.operations for each in before[op.name]} - {place})
-        for place, part in enumerate(parts)
-    }
-    return [parts[place] for place in sorted_places(range(len(parts)), needed)]
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:

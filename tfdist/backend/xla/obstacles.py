@@ -164,12 +164,11 @@ def _reason(op: tf.Operation, sizes: Sizes, functions: Functions) -> str | None:
         return "XLA has no kernel for this operation"
     if any(tensor.dtype == tf.string for tensor in [*op.inputs, *op.outputs]):
         return "XLA does not support strings"
-    if op.type == "EmptyTensorList" and (
-        sizes.folded(op.inputs[1]) is None or sizes.folded(op.inputs[1]) < 0
-    ):
-        return (
-            ""  # A list without a maximum length, such as those of a `tf.while_loop` without one.
-        )
+    if op.type == "EmptyTensorList":
+        # Those of a `tf.while_loop` without `maximum_iterations` have no maximum length.
+        longest = sizes.folded(op.inputs[1])
+        if longest is None or longest < 0:
+            return ""
     varying = [sizes.varies(tensor) for tensor in op.inputs]
     lacking = sizes.lacking(op)
     if lacking is not None or any(sizes.varies(tensor) for tensor in op.outputs):

@@ -8,12 +8,8 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 
+from tfdist.backend.graph.split import CHEAP
 from tfdist.backend.xla.sizes import CONSTANTS, Sizes
-
-#: Operations with negligible cost: they are repeated in each part that uses their results.
-_CHEAP = frozenset(
-    {"Cast", "ExpandDims", "Identity", "Pack", "Reshape", "Shape", "Squeeze", "StridedSlice"}
-)
 
 
 def repeated_operations(
@@ -36,7 +32,7 @@ def repeated_operations(
         elif op.type == "ReadVariableOp":
             if op.inputs[0].op.name in arguments and op.name not in written:
                 found.add(op.name)
-        elif op.type in _CHEAP and all(
+        elif op.type in CHEAP and all(
             each.op.name in found or each.op.name in arguments for each in op.inputs
         ):
             found.add(op.name)
@@ -81,7 +77,7 @@ def _users(read: tf.Operation, after: dict[str, list[tf.Operation]]) -> Iterable
         op = waiting.pop()
         for user in after[op.name]:
             yield user
-            if user.type in _CHEAP:
+            if user.type in CHEAP:
                 waiting.append(user)
 
 

@@ -68,11 +68,6 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"A chat template must be valid Jinja. Received: {error}.") from error
 
-    @property
-    def marks_answers(self) -> bool:
-        """Whether the template marks answers by `{% generation %}`."""
-        return "{%" in self.source and "endgeneration" in self.source
-
     def render(
         self,
         messages: Messages,
