@@ -36,6 +36,7 @@ def gpt(
     top_k: int = 2,
     experts: Mapping[str, Any] | None = None,
     context_attention: str = "ring",
+    documents: bool = False,
     name: str = "gpt",
 ) -> keras.Model:
     """Returns a decoder like GPT-2: from token ids to logits of the next token.
@@ -68,10 +69,14 @@ def gpt(
         experts: Other arguments of that layer, such as `{"balance_over": "sequence"}`.
         context_attention: How attention spans the ranks of a context axis: "ring", "all_gather" or
             "ulysses"; see `tfdist.layers.ParallelMultiHeadAttention`.
+        documents: Whether a row has several documents, which do not see each other. The model then has a
+            second input, `document_starts`: int32 [batch, time], the place in the row of the first token of
+            each token's document.
         name: The model's name.
 
     Returns:
-        A model from int32 ids of shape [batch, time] to logits [batch, time, vocabulary_size].
+        A model from int32 ids of shape [batch, time] to logits [batch, time, vocabulary_size]; with
+        `documents`, from a dict of `tokens` and `document_starts`.
 
     Raises:
         ValueError: Sizes do not match, or are not divisible by the size of the tensor axis.
@@ -98,6 +103,7 @@ def gpt(
     top_k = checks.integer("top_k", top_k, minimum=1)
     checks.instance("experts", experts, Mapping, "a dict of arguments", optional=True)
     checks.one_of("context_attention", context_attention, KINDS)
+    checks.boolean("documents", documents)
     checks.text("name", name)
     of_experts = experts if num_experts is None else {"top_k": top_k, **(experts or {})}
     stddev = 0.02
@@ -105,7 +111,12 @@ def gpt(
     def normal(width=stddev):
         return keras.initializers.RandomNormal(stddev=width)
 
-    tokens = keras.Input((max_length if sequence_parallel else None,), dtype="int32", name="tokens")
+    length = (max_length if sequence_parallel else None,)
+    tokens = keras.Input(length, dtype="int32", name="tokens")
+    inputs, starts = tokens, {}
+    if documents:
+        starts = {"document_starts": keras.Input(length, dtype="int32", name="document_starts")}
+        inputs = {"tokens": tokens, **starts}
     embedding = layers.VocabParallelEmbedding(
         vocabulary_size,
         width,
@@ -120,7 +131,7 @@ def gpt(
             initializer=normal(),
             sequence_parallel=sequence_parallel,
             name="position_embedding",
-        )(x)
+        )(x, **starts)
     x = layers.Dropout(dropout, split=sequence_parallel, name="embedding_dropout")(x)
     for number in range(num_layers):
         x = TransformerDecoderBlock(
@@ -141,7 +152,7 @@ def gpt(
             num_experts=num_experts,
             experts=of_experts,
             name=f"block_{number}",
-        )(x)
+        )(x, **starts)
     x = NORMALIZATIONS[normalization](
         epsilon=1e-5, sequence_parallel=sequence_parallel, name="final_norm"
     )(x)
@@ -154,4 +165,4 @@ def gpt(
             kernel_initializer=normal(),
             name="head",
         )(x)
-    return keras.Model(tokens, logits, name=name)
+    return keras.Model(inputs, logits, name=name)

@@ -176,9 +176,10 @@ class TransformerDecoderBlock(keras.layers.Layer):
             part.build(input_shape)
         self.built = True
 
-    def call(self, inputs, training=None):
-        """Maps [batch, time, width] to the same shape."""
-        x = self.attention(self.attention_norm(inputs), training=training)
+    def call(self, inputs, document_starts=None, training=None):
+        """Maps [batch, time, width] to the same shape; for `document_starts` see the attention."""
+        x = self.attention_norm(inputs)
+        x = self.attention(x, document_starts=document_starts, training=training)
         x = inputs + self.dropout(x, training=training)
         x_norm = self.mlp_norm(x)
         is_mixture = self._config["num_experts"] is not None

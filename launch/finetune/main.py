@@ -1,27 +1,32 @@
-"""`tfdist-finetune`: fine-tune a language model of KerasHub on text.
+"""`tfdist-finetune`: fine-tune a language model of KerasHub or Hugging Face on text or conversations.
 
     tfdist-finetune --preset=gpt2-local/ --dataset=text:notes.txt --lora_rank=8
     tfdist-run -np 2 -- tfdist-finetune --preset=llama3-local/ --tensor=2 --lora_rank=8 \
-        --quantize=int8 --output=tuned/
+        --dataset=chat:conversations.jsonl --packing --output=tuned/ --export=hf,peft
 
-The preset is a folder written by KerasHub's `save_to_preset`; each rank reads only its shards.
+The preset is a folder of Hugging Face, or one written by KerasHub's `save_to_preset`; each rank reads only
+its shards.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
-from tfdist.launch.finetune.options import ADAPTER, BATCH_SIZE, FinetuneOptions
+from tfdist.launch.finetune.chat import ChatOptions, check_tokens
+from tfdist.launch.finetune.data import Data, read, referenced
+from tfdist.launch.finetune.options import ADAPTER, BATCH_SIZE, HUB, FinetuneOptions
+from tfdist.launch.finetune.preferences import PreferenceOptions
+from tfdist.launch.finetune.talk import TALK
 from tfdist.launch.flags import command
 from tfdist.launch.flags.command import UsageError
 from tfdist.launch.flags.mesh import Layout, MeshOptions
 from tfdist.launch.flags.optimizer import PresetOptimizerOptions
 from tfdist.launch.flags.options import define_flags, names
 from tfdist.launch.flags.quiet import quiet_start
-from tfdist.launch.train.corpus import read_tokens
 from tfdist.launch.train.fitting import (
     add_recompute,
     expected_errors,
@@ -35,18 +40,11 @@ from tfdist.utils.checks import one_line
 _FLAGS = define_flags(FinetuneOptions)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Windows:
-    """Global batches of windows: inputs of the task, and the next tokens."""
-
-    train: Any
-    validation: Any
-    steps: int
-    tokens: int
-
-
 def run() -> None:
-    """Run the console script."""
+    """Run the console script, or `chat`."""
+    program, *words = sys.argv
+    if words[:1] == ["chat"]:
+        TALK.run([program, *words[1:]])
     PROGRAM.run()
 
 
@@ -73,27 +71,47 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
     keras.utils.set_random_seed(given.seed)
 
     # --- Data: every rank reads the global batches and keeps its own rows -----------------------
-    preprocessor = _preprocessor(given)
-    windows = _windows(given, preprocessor.tokenizer, batch_size)
+    given = dataclasses.replace(given, preset=_downloaded(str(given.preset)))
+    data = read(given, batch_size, on.is_chief)
 
     # --- Model ---------------------------------------------------------------------------------
     with on.strategy.scope():
         task = _load(given)
+        check_tokens(data.rows, task)
+        trained = _separated(task) if given.chat.packing else task
         rows = -(-(batch_size // on.data) // layout.num_microbatches)
-        add_recompute(task, given.recompute, rows, (given.seq_length,))
-        model = pipelined(task, layout, (given.seq_length,))
-        rate = warmup_cosine(given.learning_rate, given.epochs * windows.steps)
-        loss = tfdist.layers.VocabParallelCrossEntropy(
-            task.output.shape[-1], chunk_size=given.loss_chunk or None
-        )
+        if given.prompt is not None and trained is not task and layout.pipeline > 1:
+            raise UsageError(
+                "--prompt is not supported with --packing and --pipeline for a model with learned positions. "
+                f"Received: {task.name}. Omit --prompt, or use --tensor."
+            )
+        add_recompute(trained, given.recompute, rows, (given.seq_length,))
+        model = pipelined(trained, layout, (given.seq_length,))
+    if data.pairs:
+        data = referenced(given, data, model, task.backbone, batch_size, on.data)
+    with on.strategy.scope():
+        rate = warmup_cosine(given.learning_rate, given.epochs * data.steps)
+        chunk, vocabulary = given.loss_chunk or None, task.output.shape[-1]
+        if data.pairs:
+            loss = given.preferences.loss(vocabulary, chunk)
+        else:
+            loss = tfdist.layers.VocabParallelCrossEntropy(
+                vocabulary, data.reduction, chunk_size=chunk
+            )
         # The default metric of a task requires whole logits.
-        options = {"weighted_metrics": None} if model is task else {}
+        options: dict[str, Any] = {"weighted_metrics": None} if model is task else {}
+        if data.tokenizer is not None:
+            # Answers are the most probable ones.
+            if hasattr(model, "generate"):
+                options["sampler"] = "greedy"
+            else:
+                task.compile(sampler="greedy")
         with given.optimizer.expected_errors():
             optimizer = given.optimizer.make("AdamW", rate, weight_decay=0.01, global_clipnorm=1.0)
             model.compile(
                 given.optimizer.scaled(optimizer),
                 loss,
-                steps_per_execution=min(on.steps_per_execution, windows.steps),
+                steps_per_execution=min(on.steps_per_execution, data.steps),
                 **options,
                 **given.optimizer.compile_options,
             )
@@ -101,17 +119,23 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
         print(_sizes(task, on), flush=True)
 
     # --- Training ------------------------------------------------------------------------------
-    speed = speed_callback(windows.steps * batch_size * given.seq_length)
+    tokens = data.steps * batch_size * given.seq_length * (2 if data.pairs else 1)
+    speed = speed_callback(tokens)
     callbacks = [speed, tfdist.callbacks.TerminateOnNonFinite()]
     callbacks += given.checkpoints.callbacks(batch_size)
+    if given.patience:
+        callbacks.append(keras.callbacks.EarlyStopping("val_loss", patience=given.patience))
+    if given.chat.sample_every:
+        writer = model if hasattr(model, "generate") else task
+        callbacks.append(_samples(given, writer, data.tokenizer, on.is_chief))
     with (
         expected_errors(given.checkpoints.workdir, given.dataset),
         given.optimizer.expected_errors(),
     ):
-        before = model.evaluate(windows.validation, verbose=0)
+        before = model.evaluate(data.validation, verbose=0)
         history = model.fit(
-            windows.train,
-            validation_data=windows.validation,
+            data.train,
+            validation_data=data.validation,
             epochs=given.epochs,
             callbacks=callbacks,
             verbose=given.verbose,
@@ -119,74 +143,85 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
         )
 
     # --- Result --------------------------------------------------------------------------------
-    task.preprocessor = preprocessor
     lines = []
     if given.prompt is not None:
-        text = task.generate(given.prompt, max_length=given.seq_length)
-        lines.append(f"{task.name} writes:\n{text}")
+        lines.append(f"{task.name} writes:\n{_text(given, model, task, data)}")
     if given.output is not None:
-        lines.append(f"Saved: {_save(given, task)}")
+        lines.append(f"Saved: {', '.join(_save(given, task, data.preprocessor))}")
     loss = history.history["val_loss"][-1]
     if given.optimizer.averages:  # They replace the weights at the end of `fit`.
-        loss = model.evaluate(windows.validation, verbose=0)
-    lines.append(
-        f"Validation loss {loss:.4f}, perplexity {_perplexity(before)} before and "
-        f"{_perplexity(loss)} after, on {windows.tokens:,} tokens of {given.dataset}; "
-        f"{speed.items_per_second:,.0f} tokens/s on {on.words}."
-    )
+        loss = model.evaluate(data.validation, verbose=0)
+    shares = f"{speed.items_per_second:,.0f} tokens/s"
+    if data.trained is not None:
+        shares += f" ({speed.items_per_second * data.trained / tokens:,.0f} of them trained)"
+    if data.pairs:
+        tested = data.pairs[1]
+        agreement = given.preferences.agreement(
+            tested, model, rows=2 * batch_size, chunk_size=given.loss_chunk or None
+        )
+        lines.append(
+            f"Validation loss {before:.4f} before and {loss:.4f} after; the chosen answer is preferred in "
+            f"{agreement:.1%} of {len(tested):,} pairs of {given.dataset}; {shares} on {on.words}."
+        )
+    else:
+        lines.append(
+            f"Validation loss {loss:.4f}, perplexity {_perplexity(before)} before and "
+            f"{_perplexity(loss)} after, on {data.tokens:,} tokens of {given.dataset}; "
+            f"{shares} on {on.words}."
+        )
     if on.is_chief:
         print("\n".join(lines))
 
 
-def _preprocessor(given: FinetuneOptions):
+def _downloaded(preset: str) -> str:
+    """The folder of a preset."""
+    if not preset.startswith(HUB):
+        return preset
+    from tfdist.addons.hub.presets import local_folder
+
     try:
-        import keras_hub
-    except ImportError as error:
-        raise UsageError(
-            "tfdist-finetune requires KerasHub, which is not installed: pip install keras-hub."
-        ) from error
+        return str(local_folder(preset))
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"--preset={preset} cannot be used: {one_line(error)}") from error
+
+
+def _separated(task):
+    """The model for rows of several conversations."""
+    from tfdist.addons.hub.documents import separate_documents
+
     try:
-        return keras_hub.models.CausalLMPreprocessor.from_preset(
-            given.preset, sequence_length=given.seq_length
-        )
-    except Exception as error:
-        # The classes that a preset names may raise any exception.
-        raise UsageError(
-            f"The tokenizer of --preset={given.preset} cannot be read: {one_line(error)}"
-        ) from error
+        return separate_documents(task)
+    except ValueError as error:
+        raise UsageError(f"--packing is not supported: {error}") from error
 
 
-def _windows(given: FinetuneOptions, tokenizer, batch_size: int) -> _Windows:
-    import tensorflow as tf
+def _samples(given: FinetuneOptions, model, tokenizer, is_chief: bool):
+    """A callback that prints the answer to the prompt."""
+    import keras
 
-    from tfdist.addons.datasets import language_model_windows
+    from tfdist.addons.hub.chat.answering import answer
 
-    length = given.seq_length
-    train, validation = read_tokens(given.dataset, tokenizer, given.data_dir)
+    def on_epoch_end(epoch, logs):
+        if (epoch + 1) % given.chat.sample_every:
+            return
+        messages = [{"role": "user", "content": given.prompt}]
+        text = answer(model, tokenizer, messages, length=given.seq_length)
+        if is_chief:
+            print(f"Epoch {epoch + 1} answers: {text}", flush=True)
 
-    def cut(name, tokens, seed):
-        try:
-            found = language_model_windows(tokens, length, shuffle_seed=seed)
-        except ValueError as error:
-            raise UsageError(
-                f"--seq_length={length} is not supported for the {name} part of {given.dataset}: {error}"
-            ) from error
-        mask = tf.ones([length], tf.int32)
-        return found.map(lambda x, y: ({"token_ids": x, "padding_mask": mask}, y))
+    return keras.callbacks.LambdaCallback(on_epoch_end=on_epoch_end)
 
-    trained, tested = cut("train", train, given.seed), cut("validation", validation, None)
-    steps = int(trained.cardinality()) // batch_size
-    if not steps:
-        raise UsageError(
-            f"--batch_size must be at most the {int(trained.cardinality())} training windows of {length} "
-            f"tokens of {given.dataset}. Received: --batch_size={batch_size}."
-        )
-    return _Windows(
-        trained.batch(batch_size, drop_remainder=True).prefetch(2),
-        tested.batch(batch_size).cache(),
-        steps,
-        int(tested.cardinality()) * length,
-    )
+
+def _text(given: FinetuneOptions, model, task, data: Data) -> str:
+    """What the model writes after the prompt, or answers to it."""
+    if data.tokenizer is None:
+        task.preprocessor = data.preprocessor
+        return task.generate(given.prompt, max_length=given.seq_length)
+    from tfdist.addons.hub.chat.answering import answer
+
+    messages = [{"role": "user", "content": given.prompt}]
+    writer = model if hasattr(model, "generate") else task
+    return answer(writer, data.tokenizer, messages, length=given.seq_length)
 
 
 def _load(given: FinetuneOptions):
@@ -232,14 +267,29 @@ def _load(given: FinetuneOptions):
     return task
 
 
-def _save(given: FinetuneOptions, task) -> str:
+def _save(given: FinetuneOptions, task, preprocessor) -> list[str]:
+    """Writes the result, in each format; the paths."""
     place = Path(str(given.output)).expanduser()
-    if not given.lora_rank:
-        task.save_to_preset(str(place))
-        return str(place)
+    task.preprocessor = preprocessor
     place.mkdir(parents=True, exist_ok=True)
-    task.backbone.save_lora_weights(str(place / ADAPTER))
-    return str(place / ADAPTER)
+    if given.lora_rank:
+        task.backbone.save_lora_weights(str(place / ADAPTER))
+        saved = [str(place / ADAPTER)]
+    else:
+        task.save_to_preset(str(place))
+        saved = [str(place)]
+    for kind in given.export:
+        from tfdist.addons import hub
+
+        saved.append(str(place / kind))
+        try:
+            if kind == "peft":
+                hub.export_peft(task, place / kind)
+            else:
+                task.export_to_transformers(place / kind, dequantize=given.quantize != "none")
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"--export={kind} is not supported: {error}") from error
+    return saved
 
 
 def _sizes(task, on: World) -> str:
@@ -260,11 +310,13 @@ PROGRAM = command.Program(
     _main,
     _FLAGS.values,
     usage="tfdist-finetune --preset=FOLDER [flags]",
-    summary="Fine-tunes a language model of KerasHub on the ranks that tfdist-run or horovodrun starts.",
+    summary="Fine-tunes a language model of KerasHub or Hugging Face on the ranks that tfdist-run or horovodrun "
+    "starts. `tfdist-finetune chat FOLDER` talks with the result.",
     check=_check,
     folded={
+        "for conversations": [*names(ChatOptions), *names(PreferenceOptions)],
         "for the steps": [
-            *("seed", "loss_chunk", "train_biases", "block_size", "recompute"),
+            *("seed", "loss_chunk", "train_biases", "block_size", "recompute", "patience"),
             *names(PresetOptimizerOptions),
             "steps_per_execution",
         ],

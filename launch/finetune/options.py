@@ -5,17 +5,23 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from tfdist.launch.finetune.chat import ChatOptions
+from tfdist.launch.finetune.preferences import PreferenceOptions
 from tfdist.launch.flags.checkpoint import CheckpointOptions
 from tfdist.launch.flags.mesh import Layout, MeshOptions
 from tfdist.launch.flags.optimizer import PresetOptimizerOptions, read_recompute
 from tfdist.launch.flags.options import option, refuse_ignored
-from tfdist.launch.flags.values import UsageError, folder
+from tfdist.launch.flags.values import UsageError, folder, refuse
 from tfdist.launch.train.corpus import check_source
 from tfdist.launch.train.world import StrategyOptions
 
 _MOST = 1 << 20
 #: The name of the adapter in the folder of `--output`.
 ADAPTER = "adapter.lora.h5"
+#: The formats of `--export`, and their folders in that of `--output`.
+EXPORTS = ("hf", "peft")
+#: The begin of an address at Hugging Face.
+HUB = "hf://"
 #: Windows per step, rounded up to what the ranks can split, unless the user sets it.
 BATCH_SIZE = 8
 
@@ -24,8 +30,14 @@ BATCH_SIZE = 8
 class FinetuneOptions:
     """The options of the program; see the flags of the same names, and the options of each subject."""
 
-    preset: str | None = option(None, "Folder of a KerasHub preset, with its tokenizer")
-    dataset: str = option("pydoc", "text:FILE, tfds:NAME, tfds:NAME/FEATURE or pydoc")
+    preset: str | None = option(
+        None,
+        "Folder of a KerasHub preset or a model of Hugging Face, with its tokenizer; or "
+        "hf://organization/name",
+    )
+    dataset: str = option(
+        "pydoc", "chat:FILE (JSON lines), text:FILE, tfds:NAME, tfds:NAME/FEATURE or pydoc"
+    )
     data_dir: str | None = option(None, "Folder of the TFDS datasets")
     lora_rank: int = option(0, "Rank of LoRA adapters; 0: all weights", least=0, most=_MOST)
     train_biases: bool = option(
@@ -45,17 +57,45 @@ class FinetuneOptions:
         1024, "Tokens whose logits are in memory at a time; 0: all", least=0, most=_MOST
     )
     prompt: str | None = option(None, "Prompt for a sample of the tuned model")
-    output: str | None = option(None, f"Folder of the result: {ADAPTER}, or a preset")
+    output: str | None = option(
+        None, f"Folder of the result: {ADAPTER} or a preset, and those of --export"
+    )
+    export: tuple[str, ...] = option(
+        (),
+        "hf: merged weights for transformers and vLLM, in OUTPUT/hf; peft: an adapter, in OUTPUT/peft",
+    )
+    patience: int = option(
+        0, "Epochs without a lower validation loss before training ends; 0: no end", least=0
+    )
     seed: int = option(0, "Seed of adapters and data order", least=0, most=2**32 - 1)
     threads: int = option(0, "Threads per rank; 0: TensorFlow's choice", least=0, most=4096)
     verbose: int = option(2, "0: silent, 1: progress bar, 2: one line per epoch", least=0, most=2)
     recompute: str = option(
         "none", "none, selective, sqrt, every_layer, optimal, or bytes to store: budget:2GiB"
     )
+    chat: ChatOptions = dataclasses.field(default_factory=ChatOptions)
+    preferences: PreferenceOptions = dataclasses.field(default_factory=PreferenceOptions)
     optimizer: PresetOptimizerOptions = dataclasses.field(default_factory=PresetOptimizerOptions)
     checkpoints: CheckpointOptions = dataclasses.field(default_factory=CheckpointOptions)
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     world: StrategyOptions = dataclasses.field(default_factory=StrategyOptions)
+
+    def _check_export(self) -> None:
+        for kind in self.export:
+            if kind not in EXPORTS:
+                raise refuse("export", ",".join(self.export), f"some of {', '.join(EXPORTS)}")
+        if self.output is None:
+            refuse_ignored(self, ["export"], "requires --output", "no --output")
+        if "peft" in self.export and not self.lora_rank:
+            raise UsageError(
+                "--export=peft requires --lora_rank. Received: --lora_rank=0. Use --export=hf for whole "
+                "weights."
+            )
+        if "peft" in self.export and self.train_biases:
+            raise UsageError(
+                "--export=peft is not supported with --train_biases, which an adapter of PEFT does not "
+                "have. Use --export=hf. Received: both."
+            )
 
     def check(self) -> Layout:
         """Check the options before the rendezvous of the ranks.
@@ -69,13 +109,20 @@ class FinetuneOptions:
         if self.preset is None:
             raise UsageError("--preset must be the folder of a KerasHub preset. Received: none.")
         place = Path(self.preset).expanduser()
-        if not (place / "config.json").is_file():
+        if not self.preset.startswith(HUB) and not (place / "config.json").is_file():
             what = "a folder without config.json" if place.is_dir() else "not a folder"
             raise UsageError(
-                "--preset must be a folder written by KerasHub's `save_to_preset`. Received: "
-                f"--preset={self.preset}, which is {what}."
+                "--preset must be a folder of Hugging Face, one written by KerasHub's `save_to_preset`, or "
+                "hf://organization/name. "
+                f"Received: --preset={self.preset}, which is {what}."
             )
-        check_source(self.dataset)
+        self.chat.check(self.dataset)
+        adapters = bool(self.lora_rank) and not self.train_biases
+        self.preferences.check(self.dataset, self.chat, adapters=adapters)
+        if self.prompt is None:
+            refuse_ignored(self.chat, ["sample_every"], "requires --prompt", "no --prompt")
+        if not self.dataset.startswith("chat:"):
+            check_source(self.dataset)
         if not self.dataset.startswith("tfds:"):
             refuse_ignored(
                 self, ["data_dir"], "requires --dataset=tfds:NAME", f"--dataset={self.dataset}"
@@ -95,6 +142,7 @@ class FinetuneOptions:
             )
         if self.output is not None:
             folder("output", self.output)
+        self._check_export()
         if self.world.is_tpu:
             raise UsageError("tfdist-finetune is not supported on a TPU. Received: --strategy=tpu.")
         layout = self.mesh.layout()

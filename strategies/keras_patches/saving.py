@@ -85,8 +85,19 @@ def write_some_once(original, self, split: Sequence, *args, **kwargs):
             except Exception as raised:
                 error = raised
         # Errors show the name of the collective: usually a rank does not call the method.
-        name = getattr(original, "__name__", "save")
-        outcomes = all_gather_object(_packed(error), strategy.group(), name=name)
+        raise_together(error, strategy, getattr(original, "__name__", "save"))
+    return result
+
+
+def raise_together(error: Exception | None, strategy, name: str) -> None:
+    """Raises an exception of the chief on all ranks, which all call this.
+
+    Args:
+        error: The exception; None on the other ranks, or if there is none.
+        strategy: The strategy.
+        name: What the chief did, for messages.
+    """
+    outcomes = all_gather_object(_packed(error), strategy.group(), name=name)
     if error is not None:
         raise error
     for rank, outcome in enumerate(outcomes):
@@ -97,7 +108,6 @@ def write_some_once(original, self, split: Sequence, *args, **kwargs):
                 f"Rank {rank} raised this in `{name}`, which writes files for all ranks."
             )
             raise found
-    return result
 
 
 def _packed(error: Exception | None) -> tuple[bytes, str] | None:

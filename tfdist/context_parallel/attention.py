@@ -37,6 +37,7 @@ def context_attention(
     kind: str = "ring",
     causal: bool = False,
     mask=None,
+    document_starts=None,
     scale: float,
     name: str,
 ):
@@ -52,6 +53,8 @@ def context_attention(
         causal: Whether a query sees only keys up to its own position.
         mask: None, or bool: of shape [batch or 1, 1, tokens of this rank], whether its keys are seen; or
             of shape [batch or 1, tokens of this rank, tokens of the sequence], which keys its queries see.
+        document_starts: None, or ints of shape [batch, tokens of this rank]: the place in the sequence of the
+            first key that each of its queries sees.
         scale: The factor of scores.
         name: For messages.
 
@@ -60,7 +63,8 @@ def context_attention(
     """
     whole = 2 * tokens.chunk
     keys, pairs = _masks(mask, tokens, name)
-    given = Arguments(tokens, group, causal, keys, pairs, scale, name)
+    starts = None if document_starts is None else tf.cast(document_starts, tf.float32)
+    given = Arguments(tokens, group, causal, keys, pairs, starts, scale, name)
     padded_inputs = tuple(padded(tensor, whole, 2) for tensor in (query, key, value))
     attend = (
         _by_pairs(given, _EXCHANGES[kind]) if kind in _EXCHANGES else partial(ulysses, given=given)

@@ -22,6 +22,8 @@ class Arguments(NamedTuple):
         keys: None, or bool of shape [batch or 1, tokens of this rank]: whether its keys are seen.
         pairs: None, or bool of shape [batch or 1, tokens of this rank, tokens of the sequence]: the keys
             that its queries see.
+        starts: None, or float32 of shape [batch, tokens of this rank]: the place in the sequence of the
+            first key that each of its queries sees.
         scale: The factor of scores.
         name: For messages.
     """
@@ -31,6 +33,7 @@ class Arguments(NamedTuple):
     causal: bool
     keys: Any
     pairs: Any
+    starts: Any
     scale: float
     name: str
 
@@ -46,6 +49,7 @@ class Masks:
     def __init__(self, given: Arguments):
         self._tokens = tokens = given.tokens
         whole = 2 * tokens.chunk
+        self._starts = None if given.starts is None else padded(given.starts, whole, 1)
         self._keys = self._pairs = None
         if given.keys is not None:
             self._keys = given.gather_mask(given.keys, "key-mask")
@@ -54,6 +58,19 @@ class Masks:
         # A causal query never sees the padding after the sequence.
         has_mask = given.keys is not None or given.pairs is not None
         self._has_end = not (given.causal or tokens.is_even or has_mask)
+
+    def _begins(self, source: int, last_key: int) -> list:
+        """The places in the sequence of the first tokens of a rank's chunks."""
+        chunk = self._tokens.chunk
+        return [source * chunk, (2 * self._tokens.parts - 1 - source) * chunk][:last_key]
+
+    def starts(self, source: int, first_query: int, last_key: int) -> tuple:
+        """The least place that each query sees, and the places of a rank's keys: see `of`, `Visibility`."""
+        if self._starts is None:
+            return None, None
+        chunk = self._tokens.chunk
+        places = [tf.range(begin, begin + chunk) for begin in self._begins(source, last_key)]
+        return self._starts[:, first_query * chunk :], tf.cast(tf.concat(places, 0), tf.float32)
 
     def of(self, source: int, first_query: int, last_key: int) -> tf.Tensor | None:
         """The mask of a rank's keys.
@@ -67,7 +84,7 @@ class Masks:
             None for all, or bool of shape [batch or 1, 1, queries or 1, keys].
         """
         chunk = self._tokens.chunk
-        begins = [source * chunk, (2 * self._tokens.parts - 1 - source) * chunk][:last_key]
+        begins = self._begins(source, last_key)
         found: Any = None
         if self._keys is not None:
             found = self._keys[source][:, None, None, : last_key * chunk]

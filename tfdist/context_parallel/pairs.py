@@ -46,9 +46,10 @@ class Pairs:
         # The chunks of a rank are in the order of the sequence.
         causal = causal and source == place
         mask = self._masks.of(source, first, last)
-        by_query = causal or (mask is not None and mask.shape[2] != 1)
+        starts, places = self._masks.starts(source, first, last)
+        by_query = causal or starts is not None or (mask is not None and mask.shape[2] != 1)
         settings = default_settings(self._given.scale, by_query=by_query)
-        return first, last, (Visibility(causal, 0, mask), settings)
+        return first, last, (Visibility(causal, 0, mask, starts, places), settings)
 
     def attend(self, query, columns: tuple, before):
         """Attends to the keys of one rank.

@@ -40,7 +40,13 @@ def ulysses(query, key, value, given: Arguments):
     fused = _in_order(arrived, tokens)
     query, key, value = tf.split(fused, [heads, groups, groups], axis=1)
     found = blockwise_attention(
-        query, key, value, causal=given.causal, mask=_mask(given), scale=given.scale
+        query,
+        key,
+        value,
+        causal=given.causal,
+        mask=_mask(given),
+        document_starts=_starts(given),
+        scale=given.scale,
     )
     back = all_to_all(_by_source(found, tokens), group, name=f"{given.name}/outputs")
     batch, chunks, size = size_of(back, 1), size_of(back, 3), back.shape[-1]
@@ -74,6 +80,14 @@ def _by_source(found, tokens: TokenSplit):
     chunks = tf.transpose(chunks, [2, 0, 1, 3, 4])
     late = tf.reverse(chunks[ranks:], [0])
     return tf.concat([chunks[:ranks], late], axis=3)
+
+
+def _starts(given: Arguments):
+    """The starts of the documents of all tokens: [batch, total], or None."""
+    if given.starts is None:
+        return None
+    every = given.gather_mask(tf.cast(given.starts, tf.int32), "document-starts")
+    return _in_order(every[:, :, None, :, None], given.tokens)[:, 0, :, 0]
 
 
 def _mask(given: Arguments):

@@ -139,7 +139,7 @@ class ParallelMultiHeadAttention(TwoProducts):
         self.output_dense.build((*input_shape[:-1], local))
         self.built = True
 
-    def call(self, inputs, attention_mask=None, training=None):
+    def call(self, inputs, attention_mask=None, document_starts=None, training=None):
         """Computes attention.
 
         Args:
@@ -149,11 +149,19 @@ class ParallelMultiHeadAttention(TwoProducts):
                 that sees nothing is zero before the projection. On a context axis, dim 2 of the first
                 shape has the tokens of the whole sequence, as in an input of the model, and dim 2 of the
                 second those of this rank.
+            document_starts: None, or ints of shape [batch, time], for rows of several documents: the place
+                in the row of the first token of each token's document. No token sees another document,
+                and rotary positions begin again in each. On a context axis, dim 1 has this rank's tokens.
             training: Whether attention weights are dropped.
 
         Returns:
             A tensor of the shape of the inputs.
         """
+        if document_starts is not None and not self.causal:
+            raise ValueError(
+                f"`document_starts` requires causal attention. Received: causal=False in `{self.name}`. Use "
+                "an `attention_mask`."
+            )
         heads, queries, size = self._local_heads, self._queries, self.key_dim
         tokens = None if self._tokens_group is None else current_tokens()
         fused = self.qkv(inputs)
@@ -164,6 +172,8 @@ class ParallelMultiHeadAttention(TwoProducts):
         query, key, value = (_split_on_gpus if has_gpu else _split_on_cpus)(fused, queries)
         if self.rotary_base is not None:
             positions = tf.range(time) if tokens is None else tokens.positions()
+            if document_starts is not None:
+                positions -= tf.cast(document_starts, positions.dtype)
             query, key = (_rotate(part, self.rotary_base, positions) for part in (query, key))
         is_long = isinstance(time, int) and time >= _LONG and not (training and self.dropout)
         if is_long and has_gpu:
@@ -172,16 +182,19 @@ class ParallelMultiHeadAttention(TwoProducts):
             if not has_gpu:
                 query = tf.transpose(query, [1, 2, 0, 3, 4])
                 query = tf.reshape(query, [batch, heads * queries, time, size])
-            attended = self._attend_by_blocks(query, key, value, attention_mask, tokens)
+            attended = self._attend_by_blocks(
+                query, key, value, attention_mask, document_starts, tokens
+            )
             attended = tf.transpose(attended, [0, 2, 1, 3])
         elif has_gpu:
             if queries > 1:
                 key, value = tf.repeat(key, queries, axis=1), tf.repeat(value, queries, axis=1)
-            attended = self._attend(query, key, value, _expanded(attention_mask), training)
+            mask = _expanded(attention_mask, document_starts)
+            attended = self._attend(query, key, value, mask, training)
             attended = tf.transpose(attended, [0, 2, 1, 3])
         else:
             query = tf.reshape(query, [queries * batch, heads, time, size])
-            mask, repeat = _expanded(attention_mask), [queries, 1, 1, 1]
+            mask, repeat = _expanded(attention_mask, document_starts), [queries, 1, 1, 1]
             if queries > 1:
                 key, value = tf.tile(key, repeat), tf.tile(value, repeat)
                 mask = None if mask is None else tf.tile(mask, repeat)
@@ -194,11 +207,13 @@ class ParallelMultiHeadAttention(TwoProducts):
         )
         return self.output_dense(attended)
 
-    def _attend_by_blocks(self, query, key, value, attention_mask, tokens):
+    def _attend_by_blocks(self, query, key, value, attention_mask, document_starts, tokens):
         """Computes the same as `_attend` for queries [batch, heads, time, size], without all scores at once."""
         if tokens is None or self._tokens_group is None:
             mask = _expanded(attention_mask)
-            return blockwise_attention(query, key, value, causal=self.causal, mask=mask)
+            return blockwise_attention(
+                query, key, value, causal=self.causal, mask=mask, document_starts=document_starts
+            )
         return context_attention(
             query,
             key,
@@ -208,6 +223,7 @@ class ParallelMultiHeadAttention(TwoProducts):
             kind=self.context_attention,
             causal=self.causal,
             mask=attention_mask,
+            document_starts=document_starts,
             scale=1.0 / math.sqrt(self.key_dim),
             name=self.name,
         )
@@ -240,7 +256,9 @@ class ParallelMultiHeadAttention(TwoProducts):
             scores += tf.where(mask, tf.zeros([], scores.dtype), lowest / 2)
         return scores
 
-    def compute_output_shape(self, inputs_shape, attention_mask_shape=None):
+    def compute_output_shape(
+        self, inputs_shape, attention_mask_shape=None, document_starts_shape=None
+    ):
         """The shape of the input."""
         return inputs_shape
 
@@ -271,9 +289,15 @@ def _split_on_gpus(fused, queries: int) -> list:
     return [tf.transpose(part, [0, 2, 1, 3]) for part in flat]
 
 
-def _expanded(attention_mask):
-    """A mask [batch, time or 1, time] as bool, with a dim for the heads."""
-    return None if attention_mask is None else tf.cast(attention_mask, tf.bool)[:, None]
+def _expanded(attention_mask, document_starts=None):
+    """A mask [batch, time or 1, time] as bool, with a dim for the heads, without earlier documents."""
+    mask = None if attention_mask is None else tf.cast(attention_mask, tf.bool)[:, None]
+    if document_starts is None:
+        return mask
+    starts = tf.convert_to_tensor(document_starts)
+    places = tf.range(tf.shape(starts)[1], dtype=starts.dtype)
+    seen = (places >= starts[:, :, None])[:, None]
+    return seen if mask is None else tf.logical_and(mask, seen)
 
 
 @custom_gradient
@@ -290,10 +314,14 @@ def _narrow_softmax(scores):
 
 
 def _rotate(x, base: float, positions):
-    """Rotates each pair of features (i, i + half) of [..., time, size] by the angle of its position."""
+    """Rotates each pair of features (i, i + half) of [..., time, size] by the angle of its position.
+
+    Positions have shape [time]; or [batch, time], for [..., batch, heads, time, size].
+    """
     half = x.shape[-1] // 2
     rates = tf.constant([base ** (-i / half) for i in range(half)], tf.float32)
-    angles = tf.cast(positions, tf.float32)[:, None] * rates
+    angles = tf.cast(positions, tf.float32)[..., None] * rates
+    angles = angles[:, None] if angles.shape.rank == 3 else angles
     cosine, sine = tf.cast(tf.cos(angles), x.dtype), tf.cast(tf.sin(angles), x.dtype)
     first, second = x[..., :half], x[..., half:]
     return tf.concat([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

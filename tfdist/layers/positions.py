@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend import devices
+from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.context_parallel import check_whole_slices
 from tfdist.layers.base import TensorParallelLayer
 from tfdist.layers.initializers import initializer as get_initializer
@@ -54,9 +55,18 @@ class PositionEmbedding(TensorParallelLayer):
         self._mark_partial(self.table)
         self.built = True
 
-    def call(self, inputs):
-        """Maps [batch, time, width] to the same shape."""
+    def call(self, inputs, document_starts=None):
+        """Maps [batch, time, width] to the same shape.
+
+        Args:
+            inputs: Shape [batch, time, width].
+            document_starts: None, or ints of shape [batch, tokens of the whole sequence]: the place in the
+                row of the first token of each token's document, where positions begin again. On a context
+                axis, dim 1 has this rank's tokens.
+        """
         tokens = current_tokens()
+        if document_starts is not None:
+            return inputs + self._vectors_in_documents(inputs, document_starts, tokens)
         if tokens is not None:
             return inputs + self._own_vectors(tokens)
         time = tf.shape(inputs)[1] if inputs.shape[1] is None else inputs.shape[1]
@@ -64,6 +74,26 @@ class PositionEmbedding(TensorParallelLayer):
         if self._group is not None and self.sequence_parallel:
             start = self._group.rank * time
         return inputs + value_tensor(self.table)[start : start + time]
+
+    def _vectors_in_documents(self, inputs, document_starts, tokens: TokenSplit | None):
+        """The vectors of the places of tokens in their documents."""
+        starts = tf.convert_to_tensor(document_starts)
+        places = tf.range(tf.shape(starts)[1]) if tokens is None else tokens.positions()
+        places = tf.cast(places, starts.dtype) - starts
+        if self._group is not None and self.sequence_parallel:
+            time = tf.shape(inputs)[1]
+            places = places[:, self._group.rank * time :][:, :time]
+
+        @custom_gradient
+        def gathered(table):
+            def gradient(dy):
+                # A dense sum, of a size that does not depend on the places.
+                rows = tf.reshape(dy, [-1, dy.shape[-1]])
+                return tf.math.unsorted_segment_sum(rows, tf.reshape(places, [-1]), table.shape[0])
+
+            return tf.gather(table, places), gradient
+
+        return gathered(value_tensor(self.table))
 
     def _own_vectors(self, tokens: TokenSplit):
         """The vectors of this rank's tokens of a sequence."""

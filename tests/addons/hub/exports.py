@@ -222,6 +222,53 @@ def trained(name: str, checkpoint: str, folder: str, options: dict | None, dtype
     return logits(task, golden(name)["tokens"]) if options is None else None
 
 
+def exported_shards(checkpoint: str, folder: str, options: dict) -> None:
+    """Exports a model that was read from a folder in one file, and again in several."""
+    import tfdist
+
+    keras.backend.clear_session()
+    with scope(options):
+        task = tfdist.load_preset(checkpoint, preprocessor=None, compile=False)
+        if options.get("mesh", {}).get("pipeline", 1) > 1:
+            tfdist.pipeline.PipelineModel(task, num_microbatches=1, input_shape=(7,))
+    task.export_to_transformers(f"{folder}/one")
+    for most in (10**9, 1500):
+        task.export_to_transformers(f"{folder}/several", max_shard_bytes=most)
+
+
+def exported_adapter(name: str, checkpoint: str, folder: str, options: dict, dtype="float32"):
+    """Exports the adapters of a model, and the model with them merged."""
+    import tfdist
+    from tfdist.addons.hub import export_peft
+
+    keras.backend.clear_session()
+    mesh = options.get("mesh", {})
+    with scope(options):
+        task = load(name, checkpoint, "lora", dtype)
+        for variable in task.backbone.trainable_variables:
+            variable.trainable = variable.name.startswith("lora_")
+        if mesh.get("tensor", 1) > 1:
+            tfdist.parallelize(task)
+        if mesh.get("pipeline", 1) > 1:
+            tfdist.pipeline.PipelineModel(task, num_microbatches=1, input_shape=(7,))
+    export_peft(task, f"{folder}/peft")
+    task.export_to_transformers(f"{folder}/merged")
+
+
+def adapter_refused(checkpoint: str, folder: str) -> list[str]:
+    """What is said of models that have no adapters, or more than these."""
+    from tfdist.addons.hub import export_peft
+
+    said = []
+    for kind in ("plain", "lora"):
+        keras.backend.clear_session()
+        try:
+            export_peft(load("Qwen", checkpoint, kind), folder)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def tensors(folder: str) -> dict[str, np.ndarray]:
     """What a file of an export holds."""
     from safetensors.numpy import load_file

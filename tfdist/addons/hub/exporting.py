@@ -1,92 +1,73 @@
-"""KerasHub's exports to the files of transformers: whole weights of fine-tuned models, written once.
+"""KerasHub's exports to the files of transformers: weights of fine-tuned models, gathered one layer at a time.
 
 KerasHub's exporters read the layers of a model. On a rank these have parts, and some layers of a
 fine-tuned model are read without adapters, or as codes without scales. Here the exporters read a plain
-model of the same weights.
+model, whose weights are computed when they are written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
-import json
+import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import psutil
 import tensorflow as tf
 from absl import logging
 
-from tfdist.addons.hub.merging import check_mergeable, merged_model, quantization_modes
+from tfdist.addons.hub.chief import Chief
+from tfdist.addons.hub.exporters import (
+    MODULE,
+    check_exporter,
+    complete,
+    exporter_of,
+    without_weights,
+)
+from tfdist.addons.hub.importing import copy_beside
+from tfdist.addons.hub.merging import (
+    check_mergeable,
+    plain_model,
+    quantization_modes,
+)
+from tfdist.addons.hub.streaming import (
+    INDEX,
+    WEIGHTS,
+    Exporter,
+    ShardWriter,
+    files_of,
+    write_index,
+)
+from tfdist.backend.keras.attributes import stored_value
 from tfdist.backend.keras.patching import Patch
 from tfdist.sharding.layout import layout_of
 from tfdist.step.local_steps import global_parameters
-from tfdist.strategies.keras_patches.saving import write_once
+from tfdist.tensor_parallel.attributes import variables_of_layer
 from tfdist.utils import checks
+from tfdist.utils.temporary import attributes_set
 
-#: The module of the functions that KerasHub's public methods call. A program may call the first one
-#: itself.
-_MODULE = "keras_hub.src.utils.transformers.export.hf_exporter"
-_INSTEAD = "Save it with `save_to_preset`, which keeps all of it."
-_CONFIG = "config.json"
 
-#: Options that KerasHub's exporters ignore but must write: by the backbone, the values of its
-#: configuration with which the file is correct nevertheless.
-_NOT_WRITTEN: dict[str, dict[str, tuple]] = {
-    "GemmaBackbone": {
-        "num_key_value_heads": (1,),  # Only the first one is written.
-        "layer_norm_epsilon": (1e-6,),
-        # These are Gemma 2.
-        "use_post_ffw_norm": (False,),
-        "use_post_attention_norm": (False,),
-        "attention_logit_soft_cap": (None,),
-        "final_logit_soft_cap": (None,),
-        "use_sliding_window_attention": (False,),
-    },
-    "Gemma3Backbone": {
-        "layer_norm_epsilon": (1e-6,),  # Its blocks use this value, whatever the configuration.
-        "use_query_key_norm": (True,),
-        "use_post_ffw_norm": (True,),
-        "use_post_attention_norm": (True,),
-        "attention_logit_soft_cap": (None,),
-        "final_logit_soft_cap": (None,),
-        "is_embedding_model": (False,),
-    },
-    "Llama3Backbone": {"rope_position_scaling_factor": (1.0, 1)},
-    "MistralBackbone": {"rope_scaling_factor": (1.0, 1)},
-    "QwenBackbone": {
-        "rope_scaling_factor": (1.0, 1),
-        "use_sliding_window_attention": (False,),
-    },
-}
-#: Those whose heads together must be as wide as the layer.
-_NARROW_HEADS = ("GemmaBackbone", "MistralBackbone")
-#: Keys that KerasHub's exporters do not write to `config.json`: transformers does not need them, but
-#: vLLM and KerasHub's own `from_preset` do.
-_COMPLETED: dict[str, dict[str, Any]] = {
-    "GPT2Backbone": {"architectures": ["GPT2LMHeadModel"]},
-    "GemmaBackbone": {"architectures": ["GemmaForCausalLM"]},
-    "QwenBackbone": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "use_sliding_window": False,
-        "sliding_window": None,
-    },
-}
+class _Local(threading.local):
+    """Whether KerasHub's function is called by that of this module."""
 
-_exporting = threading.local()
+    under_way = False
+
+
+_local = _Local()
 
 
 def exporting_patches(models) -> tuple[Patch, ...]:
     """The patches, where `models` is `keras_hub.models`."""
     if not hasattr(models.Backbone, "export_to_transformers"):
         return ()  # Before 0.22 it does not exist.
-    functions = importlib.import_module(_MODULE)
+    functions = importlib.import_module(MODULE)
     return (
         Patch(models.Backbone, "export_to_transformers", ("self", "path"), _export),
         Patch(models.CausalLM, "export_to_transformers", ("self", "path"), _export),
@@ -97,8 +78,18 @@ def exporting_patches(models) -> tuple[Patch, ...]:
     )
 
 
-def _export(self, path, *args, dequantize: bool = False, original: Callable, **kwargs):
+def _export(
+    self,
+    path,
+    *args,
+    dequantize: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+    original: Callable,
+    **kwargs,
+):
     """Exports a plain model; every rank calls it, and the chief writes the files.
+
+    The chief holds one layer at a time.
 
     Args:
         original: KerasHub's function.
@@ -106,6 +97,7 @@ def _export(self, path, *args, dequantize: bool = False, original: Callable, **k
         path: The folder.
         *args: Arguments of the original.
         dequantize: Whether to write a quantized model as floats.
+        max_shard_bytes: The most bytes of tensors in a file, unless one tensor has more.
         **kwargs: Keyword arguments of the original.
 
     Raises:
@@ -113,30 +105,119 @@ def _export(self, path, *args, dequantize: bool = False, original: Callable, **k
         ValueError: The model is quantized, and `dequantize` is not set; or the file would be that of
             another model.
     """
-    if getattr(_exporting, "under_way", False):
+    if _local.under_way:
         return original(self, path, *args, **kwargs)
     folder = Path(checks.path("path", path))
     checks.boolean("dequantize", dequantize)
+    checks.integer("max_shard_bytes", max_shard_bytes, minimum=1, maximum=1 << 60)
     modes = _check(self, dequantize)
     before = _outputs(self) if modes else None
     # For a backbone, `include_lm_head` comes after the path.
     has_head = hasattr(self, "backbone") or any(args[:1]) or kwargs.get("include_lm_head", False)
 
-    def write(model):
-        plain: Any = merged_model(model)
-        with _whole_files(folder) as new:
-            _exporting.under_way = True
-            try:
-                original(plain, str(new), *args, **kwargs)
-            finally:
-                _exporting.under_way = False
-            _complete(plain, new, has_head)
-        if modes:
-            _tell_difference(modes, before, _outputs(plain))
+    def write_others(plain, new: Path) -> None:
+        """The configuration, and a tokenizer."""
+        with without_weights(), attributes_set(_local, under_way=True):
+            original(plain, str(new), *args, **kwargs)
+        complete(plain, new, has_head)
+        if has_head:
+            copy_beside(getattr(self, "backbone", self), new)
 
-    # Errors and the watchdog show collective calls by this name.
-    write.__name__ = getattr(original, "__name__", "export_to_transformers")
-    return write_once(self, original=write)
+    export = _Export(self, getattr(original, "__name__", "export_to_transformers"), before)
+    export.write(folder, has_head, max_shard_bytes, write_others)
+    if modes and export.chief.is_here:
+        _tell_difference(modes, before, export.outputs())
+    return None
+
+
+class _Export:
+    """An export, on all ranks.
+
+    Args:
+        model: The model.
+        name: What is called, for messages.
+        before: Outputs of a quantized model; None if no outputs are compared.
+
+    Attributes:
+        chief: The rank that writes the files.
+    """
+
+    def __init__(self, model, name: str, before: np.ndarray | None):
+        self.chief = Chief(model, name)
+        self._plain = plain_model(model)
+        # To compute outputs of the plain model, the chief must hold all of its weights.
+        count = sum(math.prod(variable.shape) for variable in self._plain.model.variables)
+        size = count * tf.as_dtype(self._plain.dtype).size
+        fits = size < psutil.virtual_memory().available / 2
+        self._keeps = self.chief.is_here and before is not None and fits
+
+    def outputs(self) -> np.ndarray | None:
+        """Outputs of the plain model, if they are compared."""
+        return _outputs(self._plain.model) if self._keeps else None
+
+    def write(self, folder: Path, has_head: bool, most: int, write_others: Callable) -> None:
+        """Writes the files, all of them or none.
+
+        Args:
+            folder: The folder.
+            has_head: Whether the projection to the vocabulary is exported.
+            most: The most bytes of a file of weights.
+            write_others: Writes the other files of a plain model into a folder, on the chief.
+        """
+        exporter = exporter_of(self._plain, has_head=has_head)
+        shards = exporter.shards(most)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.chief.gathering())
+            new = self.chief.run(lambda: stack.enter_context(new_folder(folder)))
+            for file, names in zip(files_of(shards), shards, strict=True):
+                self._write_shard(exporter, names, lambda: new / file)  # noqa: B023 Called at once.
+
+            def finish():
+                write_others(self._plain.model, new)
+                write_index(new, exporter, shards)
+                replace_files(new, folder)
+
+            self.chief.run(finish)
+
+    def _write_shard(self, exporter: Exporter, names: Sequence[str], path: Callable) -> None:
+        """Writes a file of weights; what the chief raises, all ranks raise after the last gather."""
+        writer: ShardWriter | None = None
+        error: Exception | None = None
+        values: dict[tuple[int, str], Any] = {}
+        gathered: set[int] = set()
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                places = {place for place, _ in exporter.sources(name)}
+                # All ranks decide alike, of which only the chief has values.
+                if not places <= gathered:
+                    values, gathered = {}, places
+                    for place in sorted(places):
+                        with self.chief.whole(variables_of_layer(self._plain.sources[place])):
+                            if self.chief.is_here and error is None:
+                                try:
+                                    values |= self._values(place)
+                                except Exception as raised:
+                                    error = raised
+                if self.chief.is_here and error is None:
+                    try:
+                        if writer is None:
+                            writer = stack.enter_context(ShardWriter(path(), exporter, names))
+                        writer.add(exporter.compute(name, values))
+                    except Exception as raised:
+                        error = raised
+
+        def check():
+            if error is not None:
+                raise error
+
+        self.chief.run(check)
+
+    def _values(self, place: int) -> dict[tuple[int, str], Any]:
+        """The weights of a plain layer, from its source with global arrays."""
+        found = self._plain.values(place)
+        for variable in variables_of_layer(self._plain.layers[place]) if self._keeps else ():
+            stored_value.set(variable, found[variable.name])
+        return {(place, name): value for name, value in found.items()}
 
 
 def _export_tokenizer(tokenizer, path, *, original: Callable):
@@ -144,42 +225,37 @@ def _export_tokenizer(tokenizer, path, *, original: Callable):
 
     KerasHub renames some of them, so two ranks in the same folder would conflict.
     """
-    if getattr(_exporting, "under_way", False):
+    if _local.under_way:
         return original(tokenizer, path)
-    with _whole_files(Path(checks.path("path", path))) as new:
-        return original(tokenizer, str(new))
+    folder = Path(checks.path("path", path))
+    with new_folder(folder) as new:
+        result = original(tokenizer, str(new))
+        replace_files(new, folder)
+        return result
 
 
 @contextlib.contextmanager
-def _whole_files(folder: Path) -> Iterator[Path]:
-    """A folder for new files, which replace the earlier ones only when all of them are complete."""
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder for new files, inside another one that is made if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as new:
         yield Path(new)
-        for file in sorted(Path(new).iterdir()):
-            os.replace(file, folder / file.name)
+
+
+def replace_files(new: Path, folder: Path) -> None:
+    """Moves complete files to their places, and removes weights of an earlier export."""
+    names = sorted(file.name for file in new.iterdir())
+    for name in names:
+        os.replace(new / name, folder / name)
+    if any(name.endswith(".safetensors") for name in names):
+        for file in [*folder.glob("model-*-of-*.safetensors"), folder / WEIGHTS, folder / INDEX]:
+            if file.name not in names:
+                file.unlink(missing_ok=True)
 
 
 def _check(model, dequantize: bool) -> list[str]:
     """Checks that the export would be correct; returns the model's quantization modes."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise ImportError(
-            "`export_to_transformers` requires the package safetensors, which KerasHub does not install. "
-            "Run: pip install safetensors."
-        )
-    backbone = getattr(model, "backbone", model)
-    kind = type(backbone).__name__
-    known = importlib.import_module(_MODULE).MODEL_EXPORTERS
-    if kind not in known:
-        raise ValueError(
-            f"KerasHub can only export models with {', '.join(sorted(known))}. Received: `{model.name}` with "
-            f"{kind}. {_INSTEAD}"
-        )
-    for requires, received in _not_written(kind, backbone):
-        raise ValueError(
-            f"KerasHub's export of {kind} requires {requires}; otherwise the file would be that of another "
-            f"model. Received: {received}. {_INSTEAD}"
-        )
+    check_exporter(model)
     modes = quantization_modes(model)
     if modes and not dequantize:
         raise ValueError(
@@ -190,33 +266,6 @@ def _check(model, dequantize: bool) -> list[str]:
     if modes:
         check_mergeable(model)
     return modes
-
-
-def _not_written(kind: str, backbone) -> Iterator[tuple[str, str]]:
-    """The options that the exporter of a backbone ignores: the required values and the actual ones."""
-    for name, right in _NOT_WRITTEN.get(kind, {}).items():
-        value = getattr(backbone, name, right[0])
-        if value not in right:
-            yield f"{name}={right[0]}", f"{name}={value}"
-    # Gemma's heads are written in a wrong order if they are wider than the layer, and the
-    # configuration of Mistral assumes another width.
-    width = getattr(backbone, "head_dim", None) if kind in _NARROW_HEADS else None
-    if width and backbone.num_query_heads * width != backbone.hidden_dim:
-        found = f"{backbone.num_query_heads} * {width} and hidden_dim={backbone.hidden_dim}"
-        yield "num_query_heads * head_dim = hidden_dim", found
-    # Transformers assumes this, whatever the configuration.
-    if kind == "Gemma4Backbone" and backbone.layer_types[-1] != "full_attention":
-        yield "a last layer of full_attention", backbone.layer_types[-1]
-
-
-def _complete(plain, folder: Path, has_head: bool) -> None:
-    backbone = getattr(plain, "backbone", plain)
-    more = dict(_COMPLETED.get(type(backbone).__name__, {}))
-    if not has_head:
-        more.pop("architectures", None)  # Transformers uses another class without a head.
-    if more:
-        file = folder / _CONFIG
-        file.write_text(json.dumps(more | json.loads(file.read_text("utf-8")), indent=2), "utf-8")
 
 
 def _outputs(model) -> np.ndarray | None:
@@ -235,7 +284,10 @@ def _outputs(model) -> np.ndarray | None:
 
 def _tell_difference(modes: list[str], before, after) -> None:
     """Logs the effect of the quantization, which also rounds the inputs of products."""
-    words = "outputs were not compared, because no rank can call the quantized model"
+    words = (
+        "outputs were not compared, because no rank can call the quantized model, or the floats do not fit "
+        "into the memory of the chief"
+    )
     if before is not None and after is not None:
         apart, size = np.abs(after - before).max(), before.std()
         words = (

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,23 @@ from tfdist.backend.keras.stored import StoredArray
 from tfdist.strategies.keras_patches.reading import reading_parts
 
 _CONFIG = "config.json"
+#: What a folder has beside weights: tokenizers, chat templates, and how texts are generated.
+_BESIDE = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 #: NumPy, for converters that round to float16.
 _EXACT = types.SimpleNamespace(**vars(np) | {"float16": np.float32})
+#: The folder that a backbone was read from.
+_folders: weakref.WeakKeyDictionary[keras.Model, Path] = weakref.WeakKeyDictionary()
 _DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
 
 
@@ -85,6 +101,37 @@ def import_weights(backbone: keras.Model, folder: Path) -> None:
         _set_epsilons(backbone, config["rms_norm_eps"])
     with reading_parts(backbone), _loader_class()(str(folder)) as loader:
         converter.convert_weights(backbone, loader, config)
+    _folders[backbone] = folder.resolve()
+
+
+def folder_of(backbone: keras.Model) -> Path | None:
+    """The folder of Hugging Face that a backbone was read from."""
+    return _folders.get(backbone)
+
+
+def copy_beside(backbone: keras.Model, new: Path) -> None:
+    """Completes an export by the files of the folder that the backbone was read from, if there is one.
+
+    Its configuration has options that KerasHub does not keep; training changes none of them.
+
+    Args:
+        backbone: The backbone.
+        new: The folder of the export, which has a configuration.
+    """
+    folder = folder_of(backbone)
+    if folder is None or not (folder / _CONFIG).is_file():
+        return
+    for name in _BESIDE:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, new / name)
+    own, theirs = (json.loads((place / _CONFIG).read_text("utf-8")) for place in (new, folder))
+    dtypes = {
+        key: own.get("torch_dtype", backbone.variable_dtype)
+        for key in ("dtype", "torch_dtype")
+        if key in own or key in theirs
+    }
+    theirs.pop("quantization_config", None)
+    (new / _CONFIG).write_text(json.dumps(own | theirs | dtypes, indent=2), "utf-8")
 
 
 def _converter(folder: Path) -> tuple[Any, dict]:

@@ -1,7 +1,8 @@
-"""Plain copies of fine-tuned KerasHub models: with adapters merged, and quantized weights as floats."""
+"""The weights of fine-tuned KerasHub models with adapters merged, and quantized ones as floats."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -52,16 +53,50 @@ def check_mergeable(model: keras.Model) -> None:
             )
 
 
-def merged_model(model: keras.Model) -> keras.Model:
-    """A plain backbone or task of KerasHub that computes the same as a fine-tuned one.
+@dataclasses.dataclass(frozen=True)
+class PlainModel:
+    """A backbone or task of KerasHub without a strategy, adapters or quantized layers, and without values.
 
-    It shares the memory of those weights that are the same in both.
+    Attributes:
+        model: The model.
+        dtype: The dtype of its weights.
+        layers: Those of its layers that have weights.
+        sources: The same layers of the fine-tuned model.
+    """
+
+    model: keras.Model
+    dtype: str
+    layers: tuple[keras.Layer, ...]
+    sources: tuple[keras.Layer, ...]
+
+    def values(self, place: int) -> dict[str, Any]:
+        """The weights of a layer by name, computed from its source, whose variables are global arrays.
+
+        Raises:
+            ValueError: The source does not have a weight of the plain layer.
+        """
+        layer, other = self.sources[place], self.layers[place]
+        found = {variable.name: stored_value(variable) for variable in variables_of_layer(layer)}
+        found |= _merged(layer)
+        values = {}
+        for variable in variables_of_layer(other):
+            value = found.get(variable.name)
+            if value is None or tuple(value.shape) != tuple(variable.shape):
+                raise ValueError(
+                    "An exported model must have the weights of its configuration. Received: "
+                    f"`{layer.path}` without a `{variable.name}` of shape {tuple(variable.shape)}."
+                )
+            same = value.dtype.name == tf.as_dtype(self.dtype).name
+            values[variable.name] = value if same else tf.cast(value, self.dtype)
+        return values
+
+
+def plain_model(model: keras.Model, *, dtype: str | None = None) -> PlainModel:
+    """The plain backbone or task of KerasHub that computes the same as a fine-tuned one.
 
     Args:
-        model: A backbone, or a task, whose variables are global arrays.
-
-    Returns:
-        A model of the same class, without a strategy, adapters or quantized layers.
+        model: A backbone, or a task.
+        dtype: The dtype of the plain weights; None for the widest one of the model.
 
     Raises:
         ValueError: The layers of the model are not those of its configuration.
@@ -69,7 +104,7 @@ def merged_model(model: keras.Model) -> keras.Model:
     backbone: Any = getattr(model, "backbone", model)
     # The widest dtype of the weights: a layer's own policy is one of computing or of quantizing.
     dtypes = {layer.variable_dtype for layer in all_layers(backbone) if variables_of_layer(layer)}
-    dtype = max(dtypes, key=lambda name: (tf.as_dtype(name).size, name))
+    dtype = dtype or max(dtypes, key=lambda name: (tf.as_dtype(name).size, name))
     config = backbone.get_config()
     # KerasHub 0.32 leaves `tie_word_embeddings` out of the configuration of Llama.
     for name in inspect.signature(type(backbone).__init__).parameters:
@@ -94,7 +129,7 @@ def merged_model(model: keras.Model) -> keras.Model:
             "`save_to_preset`."
         )
     own, others = (
-        [layer for layer in all_layers(each) if variables_of_layer(layer)]
+        tuple(layer for layer in all_layers(each) if variables_of_layer(layer))
         for each in (backbone, getattr(plain, "backbone", plain))
     )
     if [type(layer) for layer in own] != [type(layer) for layer in others]:
@@ -102,19 +137,7 @@ def merged_model(model: keras.Model) -> keras.Model:
             "An exported model must have the layers of its configuration. Received: "
             f"`{backbone.name}`, with other layers than its `get_config()`."
         )
-    for layer, other in zip(own, others, strict=True):
-        values = {variable.name: stored_value(variable) for variable in variables_of_layer(layer)}
-        values |= _merged(layer)
-        for variable in variables_of_layer(other):
-            value = values.get(variable.name)
-            if value is None or tuple(value.shape) != tuple(variable.shape):
-                raise ValueError(
-                    "An exported model must have the weights of its configuration. Received: "
-                    f"`{layer.path}` without a `{variable.name}` of shape {tuple(variable.shape)}."
-                )
-            same = value.dtype.name == tf.as_dtype(dtype).name
-            stored_value.set(variable, value if same else tf.cast(value, dtype))
-    return plain
+    return PlainModel(plain, dtype, others, own)
 
 
 def _merged(layer: keras.Layer) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from tfdist.utils import checks
 _WEIGHTS = ("model.weights.h5", "model.weights.json")
 _TASK_WEIGHTS = "task.weights.h5"
 _CONFIG = "config.json"
+#: The begin of an address at Hugging Face, and the files that are downloaded from there.
+HUB = "hf://"
+_FILES = ["*.json", "*.h5", "*.safetensors", "*.model", "*.jinja", "*.txt", "assets/*"]
 #: The longest part of a message of Keras that is shown for a model with other weights.
 _LONGEST = 400
 
@@ -54,7 +57,7 @@ def load_preset(
 
     Args:
         preset: The folder of a preset, as `save_to_preset` writes it, or of a model of Hugging Face that
-            KerasHub can convert.
+            KerasHub can convert; or "hf://organization/name", which is downloaded.
         cls: A task or backbone of KerasHub; None for `keras_hub.models.CausalLM`.
         plan: As for `parallelize`; None to find one.
         **kwargs: Arguments of `from_preset`, such as `dtype` or `preprocessor`.
@@ -63,11 +66,11 @@ def load_preset(
         The model.
 
     Raises:
-        ImportError: KerasHub is not installed.
+        ImportError: KerasHub is not installed, or huggingface_hub for a download.
         ValueError: The folder is not a preset, a file of it is missing or broken, its weights belong to
             another model, or `parallelize` fails.
     """
-    folder = Path(checks.path("preset", preset))
+    folder = local_folder(preset)
     if cls is not None and not (inspect.isclass(cls) and hasattr(cls, "from_preset")):
         raise checks.refuse("cls", cls, "a task or a backbone of KerasHub, or None")
     if plan is not None and not is_layout_map(plan):
@@ -119,6 +122,37 @@ def load_preset(
     if compiles:
         model.compile()
     return model
+
+
+def local_folder(preset: str | os.PathLike[str]) -> Path:
+    """The folder of a preset, which is downloaded from Hugging Face if it has an address there.
+
+    Raises:
+        ImportError: The package `huggingface_hub` is not installed.
+        ValueError: The files cannot be downloaded.
+    """
+    address = os.fspath(preset) if isinstance(preset, str | os.PathLike) else preset
+    if not isinstance(address, str) or not address.startswith(HUB):
+        return Path(checks.path("preset", preset))
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError(
+            f"{address!r} requires the package huggingface_hub, which is not installed. Run: pip install "
+            "'tfdist[hub]'."
+        ) from error
+    try:
+        # Ranks of a host wait for each other's downloads.
+        found = huggingface_hub.snapshot_download(
+            address.removeprefix(HUB), allow_patterns=_FILES, ignore_patterns="original/*"
+        )
+    except Exception as error:
+        # The package has errors of its own for names, of its HTTP library, and of the operating system.
+        words = " ".join(str(error).split())[:_LONGEST]
+        raise ValueError(
+            f"{address!r} must be a model of Hugging Face that can be downloaded. Received: {words}"
+        ) from error
+    return Path(found)
 
 
 def _refuse_to_generate(name: str) -> Callable:

@@ -32,6 +32,7 @@ def blockwise_attention(
     causal: bool = False,
     query_offset: int | tf.Tensor | None = None,
     mask=None,
+    document_starts=None,
     scale: float | None = None,
     soft_cap: float | None = None,
     block_size: int | Sequence[int] | None = None,
@@ -53,6 +54,8 @@ def blockwise_attention(
             tensor; None for key_time - time, so that the last query sees the last key.
         mask: None, or a bool tensor broadcastable to [batch, heads, time, key_time]: whether a query
             sees a key, in addition to `causal`. A dim of 1 is not expanded in memory.
+        document_starts: None, or ints of shape [batch, time]: the place of the first key that each query
+            sees, in addition to `causal`, such as that of its document.
         scale: The factor of scores; None for 1 / sqrt(size).
         soft_cap: None, or c: scores s become c tanh(s / c).
         block_size: The maximum numbers of queries and keys in a block, one number or two; None for sizes
@@ -81,13 +84,14 @@ def blockwise_attention(
     scale = checks.number("scale", scale, optional=True)
     soft_cap = checks.number("soft_cap", soft_cap, above=0, optional=True)
     mask = _checked_mask(mask, query, key)
-    by_query = causal or (mask is not None and mask.shape[2] != 1)
+    starts = _checked_starts(document_starts, query)
+    by_query = causal or starts is not None or (mask is not None and mask.shape[2] != 1)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     settings = default_settings(scale, by_query=by_query)._replace(soft_cap=soft_cap)
     if block_size is not None:
         rows, columns = _block_sizes(block_size)
         settings = settings._replace(rows=rows, columns=columns)
-    seen = Visibility(causal, _offset(query, key, causal, query_offset), mask)
+    seen = Visibility(causal, _offset(query, key, causal, query_offset), mask, starts)
 
     @custom_gradient
     def attend(query, key, value):
@@ -193,6 +197,19 @@ def _offset(query, key, causal: bool, query_offset):
             raise checks.refuse("query_offset", query_offset, "an int, or a scalar tensor of ints")
         return tf.cast(query_offset, tf.int32)
     return checks.integer("query_offset", query_offset, minimum=-checks.LARGEST)
+
+
+def _checked_starts(starts, query):
+    """The starts of documents as floats, which GPUs compare."""
+    if starts is None:
+        return None
+    meaning = "a tensor of ints of shape [batch, time], or None"
+    tensor = _tensor("document_starts", starts, meaning)
+    if not tensor.dtype.is_integer:
+        raise checks.refuse("document_starts", starts, meaning, TypeError)
+    if not tensor.shape.is_compatible_with([query.shape[0], query.shape[2]]):
+        raise checks.refuse("document_starts", starts, f"{meaning}, and not of {tensor.shape}")
+    return tf.cast(tensor, tf.float32)
 
 
 def _checked_mask(mask, query, key):

@@ -38,11 +38,20 @@ class Visibility:
         causal: Whether query i sees key j only if j <= i + `query_offset`.
         query_offset: The position of the first query among the keys: an int or a scalar tensor.
         mask: None, or bool of shape [batch or 1, heads or 1, queries or 1, keys or 1].
+        starts: None, or float32 of shape [batch, queries]: the least place of a key that a query sees.
+        places: The places of the keys, float32 of shape [keys]; None for 0, 1, ...
     """
 
     causal: bool = False
     query_offset: Any = 0
     mask: tf.Tensor | None = None
+    starts: tf.Tensor | None = None
+    places: tf.Tensor | None = None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether what a query sees depends on tensors."""
+        return self.mask is not None or self.starts is not None
 
 
 class Settings(NamedTuple):
@@ -145,6 +154,10 @@ class Grid:
         self.columns = Cut(key, self._groups, settings.columns)
         self._mask = None if seen.mask is None else self._prepared(seen.mask)
         self._places = [_places(cut.size) for cut in (self.rows, self.columns)]
+        if seen.starts is not None:
+            self._starts = self.rows.filled(seen.starts, 1)
+            keys = _places(self.columns.length) if seen.places is None else seen.places
+            self._keys = self.columns.filled(keys, 0)
 
     def columns_seen(self, row):
         """The number of blocks of keys, starting with the first, that a block of queries sees."""
@@ -167,7 +180,7 @@ class Grid:
         `nothing()` is returned without any computation, as for causal masks and sliding windows.
         """
         begin, first = row * self.rows.size, column * self.columns.size
-        if self._mask is not None:
+        if self._seen.is_masked:
             visible = self._masked(begin, first)
             return tf.cond(
                 tf.reduce_any(visible),
@@ -204,13 +217,21 @@ class Grid:
 
     def _masked(self, begin, first):
         """Which keys are seen: [batch or 1, groups or 1, heads of a group or 1, rows or 1, columns]."""
+        visible = self._unmasked(begin, first)
+        if self._seen.starts is not None:
+            size = [size_of(self._starts, 0), self.rows.size]
+            starts = tf.slice(self._starts, [0, begin], size)[:, None, None, :, None]
+            keys = tf.slice(self._keys, [first], [self.columns.size])
+            visible = tf.logical_and(visible, keys >= starts)
         mask: Any = self._mask
+        if mask is None:
+            return visible
         start, shape = [0] * 5, [size_of(mask, axis) for axis in range(5)]
         if mask.shape[3] != 1:
             start[3], shape[3] = begin, self.rows.size
         if mask.shape[4] != 1:
             start[4], shape[4] = first, self.columns.size
-        return tf.logical_and(tf.slice(mask, start, shape), self._unmasked(begin, first))
+        return tf.logical_and(tf.slice(mask, start, shape), visible)
 
     def _by_group(self, visible):
         """The same as [batch or 1, groups or 1, heads of a group * rows or 1, columns]."""

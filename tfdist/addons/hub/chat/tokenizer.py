@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +64,11 @@ class ChatTokenizer:
         )
         source = _source(self.folder, config) if template is None else template
         self.template = None if source is None else ChatTemplate(source, self._names)
+
+    @functools.cached_property
+    def blank(self) -> int:
+        """The least id that does not end an answer, for places that are still to be written."""
+        return next(number for number in itertools.count() if number not in self.stops)
 
     @property
     def vocabulary_size(self) -> int:

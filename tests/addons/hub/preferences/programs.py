@@ -1,0 +1,159 @@
+"""Small language models trained on pairs and on rewards, on ranks and in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from tests.tensor_parallel.families import causal_lm, scope, whole
+
+LENGTH, WORDS = 12, 17
+STEPS, PAIRS = 3, 4
+#: The lengths of the prompt, and of the chosen and the rejected answer.
+SIZES = [(3, 4, 2), (2, 5, 8), (4, 1, 3), (1, 9, 6)]
+
+
+def pairs():
+    """Token rows of pairs."""
+    from tfdist.addons.hub.chat.rows import Row
+
+    random = np.random.default_rng(3)
+    found = []
+    for number, (prompt, *answers) in enumerate(SIZES):
+        first = random.integers(1, WORDS, prompt).tolist()
+        rows = []
+        for size in answers:
+            ids = (*first, *random.integers(1, WORDS, size).tolist())
+            trained = tuple(place >= prompt for place in range(len(ids)))
+            rows.append(Row(ids, trained, f"file:{number}"))
+        found.append(tuple(rows))
+    return found
+
+
+def build(name: str, mesh: dict, lora: bool):
+    import tfdist
+
+    keras.utils.set_random_seed(5)
+    task = causal_lm(name, 2, length=LENGTH, compiled=False)
+    for place, variable in enumerate(task.trainable_variables):
+        values = np.random.default_rng(place).normal(0, 0.3, variable.shape)
+        variable.assign(values + ("scale" in variable.name or "gamma" in variable.name))
+    if lora:
+        task.backbone.enable_lora(2)
+        for variable in task.backbone.trainable_variables:
+            variable.trainable = variable.name.startswith("lora_")
+    model = task
+    if mesh.get("tensor", 1) > 1:
+        tfdist.parallelize(task)
+    if mesh.get("pipeline", 1) > 1:
+        model = tfdist.pipeline.PipelineModel(task, num_microbatches=2, input_shape=(LENGTH,))
+    return task, model
+
+
+def train(name: str, options: dict | None, kind: str, lora: bool = False, **arguments):
+    """Losses, weights, and log-probabilities by the reference and at the end."""
+    from tfdist.addons.hub.preferences.data import Pairs
+    from tfdist.launch.finetune.preferences import PreferenceOptions
+
+    keras.backend.clear_session()
+    mesh = (options or {}).get("mesh", {})
+    with scope(options):
+        task, model = build(name, mesh, lora)
+    given = PreferenceOptions(preference=kind, **arguments)
+    found = Pairs.of(pairs(), LENGTH)
+    rows = 2 * PAIRS
+    found = given.referenced(found, model, task.backbone, rows=rows, chunk_size=5)
+    ranks = 1 if options is None else model.distribute_strategy.row_group.size
+    with scope(None) if options is None else model.distribute_strategy.scope():
+        own = {"weighted_metrics": None} if model is task else {}
+        model.compile(keras.optimizers.SGD(0.05), given.loss(WORDS, 5), **own)
+    history = model.fit(found.batches(PAIRS, ranks=ranks), epochs=STEPS, shuffle=False, verbose=0)
+    agreement = given.agreement(found, model, rows=rows, chunk_size=5)
+    return history.history["loss"], whole(task.trainable_variables), found.references, agreement
+
+
+def by_formula(name: str, kind: str, beta: float = 0.1, label_smoothing: float = 0.0):
+    """The first loss, from all logits in float64, and the log-probabilities of answers."""
+    keras.backend.clear_session()
+    task, _ = build(name, {}, False)
+    found_sums, found_means, likelihoods, tokens = [], [], [], 0
+    for pair in pairs():
+        for place, row in enumerate(pair):
+            ids = np.array([row.ids], "int32")
+            logits = np.asarray(
+                task({"token_ids": ids, "padding_mask": np.ones_like(ids)}), "float64"
+            )[0]
+            shifted = logits - logits.max(-1, keepdims=True)
+            log_p = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+            each = log_p[np.arange(len(row) - 1), list(row.ids[1:])]
+            inside = np.array(row.trained[1:])
+            found_sums.append(each[inside].sum())
+            found_means.append(each[inside].mean())
+            if place == 0:
+                likelihoods.append(each.sum())
+                tokens += len(each)
+    sums, means = np.reshape(found_sums, [-1, 2]), np.reshape(found_means, [-1, 2])
+    if kind == "orpo":
+        odds = means[:, 0] - means[:, 1]
+        odds -= np.log1p(-np.exp(means[:, 0])) - np.log1p(-np.exp(means[:, 1]))
+        loss = -sum(likelihoods) / tokens - beta * np.mean(np.log(1 / (1 + np.exp(-odds))))
+    elif kind == "ipo":
+        loss = (1 / (2 * beta)) ** 2
+    else:
+        # The model is its own reference.
+        loss = np.log(2)
+    return loss, sums
+
+
+def written_tokenizer(folder: str):
+    """A tokenizer with a chat template, in a folder."""
+    from tests.addons.hub.chat.templates import TEMPLATES
+    from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
+
+    place = Path(folder)
+    place.mkdir(exist_ok=True)
+    source = Path(__file__).parents[1] / "chat" / "tokenizer.json"
+    (place / "tokenizer.json").write_bytes(source.read_bytes())
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (place / "tokenizer_config.json").write_text(json.dumps(config))
+    return ChatTokenizer(place, TEMPLATES["chatml"])
+
+
+PROMPTS = [[{"role": "user", "content": text}] for text in ("a", "be", "see", "it")]
+
+
+def reward(prompts, answers) -> list[float]:
+    """The share of letters that are an e, and a point for a text that the prompt begins."""
+    return [
+        text.count("e") / max(len(text), 1) + text.startswith(prompt[0]["content"])
+        for prompt, text in zip(prompts, answers, strict=True)
+    ]
+
+
+def rewarded(folder: str, options: dict | None, steps: int = 3, lora: bool = False, **arguments):
+    """What steps of GRPO report, and the weights."""
+    import tfdist
+    from tfdist.addons.hub.preferences.grpo import GRPO
+
+    tokenizer = written_tokenizer(folder)
+    mesh = (options or {}).get("mesh", {})
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    with scope(options):
+        task = causal_lm("Llama3", 2, length=32, compiled=False, vocabulary_size=320)
+        if lora:
+            task.backbone.enable_lora(2)
+            for variable in task.backbone.trainable_variables:
+                variable.trainable = variable.name.startswith("lora_")
+        model = task
+        if mesh.get("tensor", 1) > 1:
+            tfdist.parallelize(task)
+        if mesh.get("pipeline", 1) > 1:
+            model = tfdist.pipeline.PipelineModel(task, num_microbatches=2, input_shape=(32,))
+    sizes = {"length": 32, "group": 4, "chunk_size": 16, **arguments}
+    policy = GRPO(model, tokenizer, reward, keras.optimizers.Adam(0.02), **sizes)
+    found = [policy.step(PROMPTS) for _ in range(steps)]
+    return found, whole(task.trainable_variables)

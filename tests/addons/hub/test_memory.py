@@ -1,0 +1,39 @@
+"""What ranks need of memory to load a folder of Hugging Face, and the chief to write one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.addons.hub import memory
+from tests.conftest import on_ranks
+
+pytest.importorskip("keras_hub")
+pytest.importorskip("safetensors")
+
+LAYOUTS = {
+    "tensor": {"mesh": {"tensor": 2}},
+    "zero": {"zero_stage": 3},
+    "pipeline": {"mesh": {"pipeline": 2}},
+}
+#: What Python and TensorFlow need beside arrays.
+SLACK = 12 << 20
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_tensor_at_a_time(pool, tmp_path, layout):
+    whole = memory.make_folder(str(tmp_path / "folder"))
+    shard = 2 * memory.LARGEST
+    results = pool.run(
+        memory.loaded_and_exported,
+        str(tmp_path / "folder"),
+        str(tmp_path / "out"),
+        LAYOUTS[layout],
+        shard,
+        timeout=300,
+    )
+    for rank, (loading, held, exporting) in enumerate(results):
+        print(layout, rank, f"{whole:,} {held:,} {loading:,} {exporting:,}")
+        assert loading <= held + memory.LARGEST + SLACK
+        assert exporting <= memory.LARGEST + shard + SLACK

@@ -1,0 +1,1 @@
+"""Training on preferences and rewards: DPO, IPO, ORPO and GRPO."""

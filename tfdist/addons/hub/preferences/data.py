@@ -1,0 +1,133 @@
+"""Pairs of a chosen and a rejected answer as batches for `PreferenceLoss`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.addons.hub.chat.packing import packed
+from tfdist.addons.hub.chat.records import RecordError, read_records
+from tfdist.addons.hub.chat.rows import Row, rows_of
+from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
+
+Pair = tuple[Row, Row]
+
+
+def read_pairs(
+    path: str | Path, tokenizer: ChatTokenizer, *, length: int, truncation: str = "keep_start"
+) -> list[Pair]:
+    """The token rows of a file of preferences, without pairs of which an answer is cut off.
+
+    Args:
+        path: A file of JSON lines.
+        tokenizer: The tokenizer.
+        length: The most tokens of a row.
+        truncation: "keep_start" or "keep_end": the part that is kept of a longer one.
+
+    Raises:
+        OSError: The file cannot be read.
+        RecordError: A line is not a preference.
+    """
+    found = []
+    for record in read_records(path):
+        if not record.is_preference:
+            raise RecordError(
+                "A line must have a chosen and a rejected answer. Received: one answer.",
+                record.place,
+            )
+        rows = [row.truncated(length, truncation) for row in rows_of(record, tokenizer)]
+        found.append((rows[0], rows[1]))
+    kept = [pair for pair in found if all(row.targets for row in pair)]
+    if not kept:
+        raise RecordError(
+            f"A file must have pairs of answers within the first or last {length} tokens. Received: "
+            f"{len(found)} pairs without any.",
+            str(path),
+        )
+    return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Pairs as arrays; the chosen row of a pair comes first.
+
+    Attributes:
+        ids: int32, [pairs, 2, length].
+        masks: int32, the same: whether there is a token.
+        targets: int32, the same: the next token.
+        trained: float32, the same: 1 where the target is one of the answer.
+        references: float32, [pairs, 2]: log-probabilities of answers by the reference model.
+    """
+
+    ids: np.ndarray
+    masks: np.ndarray
+    targets: np.ndarray
+    trained: np.ndarray
+    references: np.ndarray
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], length: int, *, pad: int = 0) -> Pairs:
+        """The arrays of token rows of at most `length` tokens."""
+        batch = packed([row for pair in pairs for row in pair], length, pad=pad, pack=False)
+        ids, masks, targets, trained = (
+            each.reshape(len(pairs), 2, length)
+            for each in (
+                batch.ids,
+                (batch.documents > 0).astype("int32"),
+                batch.targets,
+                batch.weights,
+            )
+        )
+        return cls(ids, masks, targets, trained, np.zeros([len(pairs), 2], "float32"))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, size: int) -> tf.data.Dataset:
+        """Batches of rows for `log_probabilities`, in order; the last is completed by rows of padding."""
+        count, length = 2 * len(self), self.ids.shape[-1]
+        rest = [(0, -count % size), (0, 0)]
+        ids, masks, targets, trained = (
+            np.pad(each.reshape(count, length), rest)
+            for each in (self.ids, self.masks, self.targets, self.trained)
+        )
+        masks[count:, 0] = 1
+        numbers = np.minimum(np.arange(len(ids)), count)[:, None] + np.zeros([1, length])
+        labels = np.stack([targets, trained, numbers], axis=-1).astype("float32")
+        inputs = {"token_ids": ids, "padding_mask": masks}
+        return tf.data.Dataset.from_tensor_slices((inputs, labels)).batch(size)
+
+    def batches(self, size: int, *, ranks: int = 1, seed: int | None = None) -> tf.data.Dataset:
+        """Batches for `fit` with `PreferenceLoss`.
+
+        Args:
+            size: The pairs of a global batch.
+            ranks: The ranks with different rows, none of which may have a half of a pair.
+            seed: Of the order, for training on whole batches; None for the given order, with a smaller last
+                batch of a multiple of `ranks`.
+        """
+        count = len(self) if seed is not None else len(self) // ranks * ranks
+        arrays = tuple(getattr(self, field.name)[:count] for field in dataclasses.fields(self))
+        data = tf.data.Dataset.from_tensor_slices(arrays)
+        if seed is not None:
+            data = data.shuffle(count, seed=seed, reshuffle_each_iteration=True)
+        return data.batch(size, drop_remainder=seed is not None).map(_labelled).prefetch(2)
+
+
+def _labelled(ids, masks, targets, trained, references):
+    """Inputs and labels of some pairs, with their rows one after the other."""
+    length = ids.shape[-1]
+    # Each token of a chosen row but the first one, in the mean over those of the batch.
+    has_next = tf.pad(tf.cast(masks[..., 1:], tf.float32), [[0, 0], [0, 0], [0, 1]])
+    likelihood = has_next * tf.constant([[[1.0], [0.0]]])
+    pairs = tf.cast(tf.shape(ids)[0], tf.float32)
+    likelihood *= pairs / tf.maximum(tf.reduce_sum(likelihood), 1.0)
+    references = tf.broadcast_to(references[..., None], tf.shape(ids))
+    labels = tf.stack([tf.cast(targets, tf.float32), trained, likelihood, references], axis=-1)
+    inputs = {"token_ids": ids, "padding_mask": masks}
+    inputs = {name: tf.reshape(each, [-1, length]) for name, each in inputs.items()}
+    return inputs, tf.reshape(labels, [-1, length, labels.shape[-1]])
