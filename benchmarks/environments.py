@@ -43,7 +43,13 @@ ENVIRONMENTS = {
     ),
     # Keras as in the environment of tfdist: one `fit` on two backends.
     "jax": ("jax[cpu]==0.10.2", f"keras=={importlib.metadata.version('keras')}", "numpy>=2.0"),
-    "torch": ("torch==2.13.0", "numpy>=2.0", "transformers==5.24.0", "peft==0.21.2"),
+    "torch": (
+        "torch==2.13.0",
+        "numpy>=2.0",
+        "transformers==5.24.0",
+        "peft==0.21.2",
+        "trl==1.16.0",
+    ),
 }
 #: Those whose environment has Horovod.
 _WITH_HOROVOD = ("tf_keras",)

@@ -9,6 +9,7 @@ the losses and the log-probabilities of answers of each step.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import tempfile
@@ -43,7 +44,6 @@ CONFIG = {
 LOSSES: dict[str, dict[str, Any]] = {
     "dpo": {"loss_type": "sigmoid"},
     "ipo": {"loss_type": "ipo"},
-    "conservative": {"loss_type": "sigmoid", "label_smoothing": 0.1},
     "robust": {"loss_type": "robust", "label_smoothing": 0.1},
     "orpo": {},
 }
@@ -51,16 +51,16 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 def words(ids) -> str:
     """A text whose tokens are some ids."""
-    return " ".join(f"w{number}" for number in ids)
+    return " ".join(f"[{number}]" for number in ids)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One that splits at spaces."""
-    vocabulary = {f"w{number}": number for number in range(WORDS)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token=f"w{WORDS - 1}"))
+    vocabulary = {f"[{number}]": number for number in range(WORDS)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token=f"[{WORDS - 1}]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=f"w{PAD}", eos_token=f"w{END}", unk_token=f"w{WORDS - 1}"
+        tokenizer_object=made, pad_token=f"[{PAD}]", eos_token=f"[{END}]", unk_token=f"[{WORDS - 1}]"
     )
 
 
@@ -124,8 +124,14 @@ def trained(kind: str, weights: dict[str, np.ndarray]) -> tuple[list[float], lis
             ]
         )
         data = data.map(lambda pair: {name: f" {pair[name]}" for name in ("chosen", "rejected")})
+        # Without a path that it could be read from again.
+        reference = {} if kind == "orpo" else {"ref_model": copy.deepcopy(model)}
         Recording(
-            model=model, args=options, train_dataset=data, processing_class=tokenizer()
+            model=model,
+            args=options,
+            train_dataset=data,
+            processing_class=tokenizer(),
+            **reference,
         ).train()
     return losses, found
 

@@ -157,3 +157,49 @@ def rewarded(folder: str, options: dict | None, steps: int = 3, lora: bool = Fal
     policy = GRPO(model, tokenizer, reward, keras.optimizers.Adam(0.02), **sizes)
     found = [policy.step(PROMPTS) for _ in range(steps)]
     return found, whole(task.trainable_variables)
+
+
+def as_trl(golden: str, folder: str, options: dict | None, kind: str, steps: int, rate: float):
+    """Losses, and means of the log-probabilities of answers, by step: on the model and the pairs of TRL."""
+    import tfdist
+    from tfdist.addons.hub.chat.rows import Row
+    from tfdist.addons.hub.preferences.data import Pairs
+    from tfdist.launch.finetune import preferences
+
+    found = json.loads(str(np.load(golden)["pairs"]))
+    rows = [
+        tuple(
+            Row(
+                (*pair["prompt"], *pair[name]),
+                (False,) * len(pair["prompt"]) + (True,) * len(pair[name]),
+                "golden",
+            )
+            for name in ("chosen", "rejected")
+        )
+        for pair in found
+    ]
+    length = max(len(row) for pair in rows for row in pair)
+    mesh = (options or {}).get("mesh", {})
+    keras.backend.clear_session()
+    with scope(options):
+        model = task = tfdist.load_preset(folder, preprocessor=None, compile=False, dtype="float32")
+        if mesh.get("pipeline", 1) > 1:
+            model = tfdist.pipeline.PipelineModel(task, num_microbatches=2, input_shape=(length,))
+    smoothing = {"label_smoothing": 0.1} if kind in ("conservative", "robust") else {}
+    given = preferences.PreferenceOptions(preference=kind, **smoothing)
+    pairs = Pairs.of(rows, length)
+    count = len(rows)
+    pairs = given.referenced(pairs, model, task.backbone, rows=2 * count, chunk_size=7)
+    losses, means = [], []
+    for _ in range(steps):
+        log_p = preferences._log_probabilities(pairs, model, 2 * count, 7)
+        if kind == "orpo":
+            log_p = log_p / pairs.trained.sum(-1)
+        means.append(log_p.mean(axis=0))
+        with model.distribute_strategy.scope():
+            own = {"weighted_metrics": None} if model is task else {}
+            model.compile(keras.optimizers.SGD(rate), given.loss(task.output.shape[-1], 7), **own)
+        ranks = getattr(model.distribute_strategy, "row_group", None)
+        data = pairs.batches(count, ranks=1 if ranks is None else ranks.size)
+        losses += model.fit(data, verbose=0).history["loss"]
+    return losses, np.array(means)
