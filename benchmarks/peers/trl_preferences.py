@@ -60,7 +60,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(vocabulary, unk_token=f"[{WORDS - 1}]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=f"[{PAD}]", eos_token=f"[{END}]", unk_token=f"[{WORDS - 1}]"
+        tokenizer_object=made,
+        pad_token=f"[{PAD}]",
+        eos_token=f"[{END}]",
+        unk_token=f"[{WORDS - 1}]",
     )
 
 

@@ -66,8 +66,8 @@ def global_arrays(
 
     Args:
         variables: The split variables.
-        wholes: Their global values, by id; None to assign values inside, of which this rank stores its parts
-            on exit.
+        wholes: Their global values, by id, which are taken out; None to assign values inside, of which this rank
+            stores its parts on exit.
         others: The ranks that receive their parts as well, if only this rank reads the file.
     """
     before = []
@@ -78,7 +78,8 @@ def global_arrays(
             if wholes is None:
                 value = np.zeros(shape, variable._value.dtype.as_numpy_dtype)
             else:
-                value = wholes[id(variable)]
+                # No longer than until it is copied.
+                value = wholes.pop(id(variable))
             with tf.init_scope(), tf.device("/CPU:0"):
                 variable._value = tf.Variable(value, trainable=False)
             variable._shape = shape

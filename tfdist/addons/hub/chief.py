@@ -8,12 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
+from tfdist.collectives import all_gather
+from tfdist.sharding.layout import whole_value
+from tfdist.sharding.parts import Slice
 from tfdist.step.context import strategy_of
 from tfdist.step.local_steps import global_parameters
 from tfdist.strategies.keras_patches.saving import raise_together
-from tfdist.strategies.keras_patches.splits import global_arrays, split_variables, whole_values
+from tfdist.strategies.keras_patches.splits import SAVED, global_arrays, split_variables
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
+
+#: The most bytes of a rank's part that are gathered at a time.
+_BLOCK_BYTES = 4 << 20
 
 
 class Chief:
@@ -61,9 +69,43 @@ class Chief:
         """Inside, some variables are global arrays on the chief, and as they were on other ranks."""
         wanted = {id(variable) for variable in variables}
         split = [each for each in self._split if id(each[0]) in wanted]
-        wholes = whole_values(split, keep=self.is_here)
+        wholes = self.gathered(variables)
         with global_arrays(split, wholes) if self.is_here else contextlib.nullcontext():
             yield
+
+    def gathered(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
+        """The global arrays of those variables that are split, by their ids, on the chief."""
+        wanted = {id(variable) for variable in variables}
+        found = {}
+        for variable, layout in self._split:
+            if id(variable) not in wanted:
+                continue
+            part = layout.slice
+            in_blocks = isinstance(part, Slice) and part.sizes is None and len(part.shape) == 2
+            if in_blocks and layout.flat is None and layout.stage is None:
+                whole = self._in_blocks(variable, part)
+            else:
+                whole = whole_value(variable, SAVED).numpy()
+            if self.is_here:
+                found[id(variable)] = whole
+        return found
+
+    def _in_blocks(self, variable: keras.Variable, part: Slice) -> np.ndarray | None:
+        """The global array of a matrix, gathered in blocks: TensorFlow keeps the memory of what was gathered."""
+        other = 1 - part.dim
+        value = tf.convert_to_tensor(variable.value)
+        size = part.shape[other]
+        rows = max(_BLOCK_BYTES // (value.shape[part.dim] * value.dtype.size), 1)
+        whole = np.empty(part.shape, value.dtype.as_numpy_dtype) if self.is_here else None
+        for begin in range(0, size, rows):
+            block = [slice(None), slice(None)]
+            block[other] = slice(begin, min(begin + rows, size))
+            gathered = all_gather(value[tuple(block)], part.group, part.dim, name=SAVED)
+            if whole is not None:
+                kept = [slice(None), slice(None)]
+                kept[part.dim] = slice(part.shape[part.dim])  # Without the padding.
+                whole[tuple(block)] = gathered[tuple(kept)].numpy()
+        return whole
 
     @functools.cached_property
     def _split(self) -> list:

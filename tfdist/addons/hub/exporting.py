@@ -184,20 +184,25 @@ class _Export:
         writer: ShardWriter | None = None
         error: Exception | None = None
         values: dict[tuple[int, str], Any] = {}
-        gathered: set[int] = set()
+        gathered: set[tuple[int, str]] = set()
         with contextlib.ExitStack() as stack:
             for name in names:
-                places = {place for place, _ in exporter.sources(name)}
+                sources = set(exporter.sources(name))
                 # All ranks decide alike, of which only the chief has values.
-                if not places <= gathered:
-                    values, gathered = {}, places
-                    for place in sorted(places):
-                        with self.chief.whole(variables_of_layer(self._plain.sources[place])):
+                if not sources <= gathered:
+                    values, gathered = {}, sources
+                    for place in sorted({place for place, _ in sources}):
+                        wanted = {key for at, key in sources if at == place}
+                        needs = self._plain.needs(place, wanted)
+                        changed = self._plain.is_changed(place)
+                        wholes = None if changed else self.chief.gathered(needs)
+                        with self.chief.whole(needs) if changed else contextlib.nullcontext():
                             if self.chief.is_here and error is None:
                                 try:
-                                    values |= self._values(place)
+                                    values |= self._values(place, wanted, wholes)
                                 except Exception as raised:
                                     error = raised
+                        del wholes
                 if self.chief.is_here and error is None:
                     try:
                         if writer is None:
@@ -212,11 +217,14 @@ class _Export:
 
         self.chief.run(check)
 
-    def _values(self, place: int) -> dict[tuple[int, str], Any]:
-        """The weights of a plain layer, from its source with global arrays."""
-        found = self._plain.values(place)
+    def _values(
+        self, place: int, names: set[str], wholes: dict[int, np.ndarray] | None
+    ) -> dict[tuple[int, str], Any]:
+        """Some weights of a plain layer, from its source with global arrays."""
+        found = self._plain.values(place, names, wholes)
         for variable in variables_of_layer(self._plain.layers[place]) if self._keeps else ():
-            stored_value.set(variable, found[variable.name])
+            if variable.name in found:
+                stored_value.set(variable, found[variable.name])
         return {(place, name): value for name, value in found.items()}
 
 

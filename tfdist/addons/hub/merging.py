@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,17 +70,42 @@ class PlainModel:
     layers: tuple[keras.Layer, ...]
     sources: tuple[keras.Layer, ...]
 
-    def values(self, place: int) -> dict[str, Any]:
-        """The weights of a layer by name, computed from its source, whose variables are global arrays.
+    def is_changed(self, place: int) -> bool:
+        """Whether a source has adapters or is quantized."""
+        layer = self.sources[place]
+        return bool(layer.quantization_mode or getattr(layer, "lora_enabled", False))
+
+    def needs(self, place: int, names: Collection[str]) -> list[keras.Variable]:
+        """The variables of a source from which some weights of a plain layer are computed."""
+        variables = variables_of_layer(self.sources[place])
+        if self.is_changed(place):
+            return list(variables)
+        return [variable for variable in variables if variable.name in names]
+
+    def values(
+        self, place: int, names: Collection[str], wholes: Mapping[int, Any] | None = None
+    ) -> dict[str, Any]:
+        """Some weights of a layer by name, computed from `needs`.
+
+        Args:
+            place: The place of the layer.
+            names: The names of the weights.
+            wholes: The global arrays of variables by id; None if the variables themselves are global arrays.
 
         Raises:
             ValueError: The source does not have a weight of the plain layer.
         """
         layer, other = self.sources[place], self.layers[place]
-        found = {variable.name: stored_value(variable) for variable in variables_of_layer(layer)}
+        given = wholes or {}
+        found = {
+            variable.name: given[id(variable)] if id(variable) in given else stored_value(variable)
+            for variable in self.needs(place, names)
+        }
         found |= _merged(layer)
         values = {}
         for variable in variables_of_layer(other):
+            if variable.name not in names:
+                continue
             value = found.get(variable.name)
             if value is None or tuple(value.shape) != tuple(variable.shape):
                 raise ValueError(

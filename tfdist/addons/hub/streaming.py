@@ -90,9 +90,10 @@ class Exporter:
             zeros: Whether other variables are zeros.
         """
         output = self.outputs[name]
-        for key in self.sources(name):
-            if output.op.inputs[0].name == self.placeholders[key].name:
-                return np.asarray(values[key])  # A variable as it is.
+        by_name = {fed.op.name: key for key, fed in self.placeholders.items()}
+        found = _by_numpy(output.op, {each: values.get(key) for each, key in by_name.items()})
+        if found is not None:
+            return np.ascontiguousarray(found)
         fed = {}
         for key in self.sources(name):
             placeholder = self.placeholders[key]
@@ -124,6 +125,27 @@ class Exporter:
             shards[-1].append(name)
             size += self.size(name)
         return shards
+
+
+def _by_numpy(operation: tf.Operation, values: Mapping[str, Any]) -> np.ndarray | None:
+    """The result of an operation that only moves entries, without copies of TensorFlow; None for others.
+
+    Args:
+        operation: The operation.
+        values: Those of placeholders, by their names.
+    """
+    if operation.name in values:
+        value = values[operation.name]
+        return None if value is None else np.asarray(value)
+    if operation.type not in ("Identity", "Reshape", "Transpose"):
+        return None
+    found = _by_numpy(operation.inputs[0].op, values)
+    if found is None or operation.type == "Identity":
+        return found
+    argument = tf.get_static_value(operation.inputs[1])
+    if argument is None:
+        return None
+    return (np.reshape if operation.type == "Reshape" else np.transpose)(found, argument)
 
 
 class ShardWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import keras
@@ -113,7 +114,7 @@ def written_tokenizer(folder: str):
     from tests.addons.hub.chat.templates import TEMPLATES
     from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
 
-    place = Path(folder)
+    place = Path(folder) / str(os.getpid())
     place.mkdir(exist_ok=True)
     source = Path(__file__).parents[1] / "chat" / "tokenizer.json"
     (place / "tokenizer.json").write_bytes(source.read_bytes())
