@@ -16,7 +16,7 @@ LAYOUTS = {
     "pipeline": {"mesh": {"pipeline": 2}},
 }
 #: What Python and TensorFlow need beside arrays.
-SLACK = 12 << 20
+SLACK = 24 << 20
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tfdist.strategies.keras_patches.splits import SAVED, global_arrays, split_v
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
 #: The most bytes of a rank's part that are gathered at a time.
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20
 
 
 class Chief:
