@@ -76,17 +76,17 @@ class Chief:
     def gathered(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
         """The global arrays of those variables that are split, by their ids, on the chief."""
         wanted = {id(variable) for variable in variables}
-        found = {}
+        found: dict[int, np.ndarray] = {}
         for variable, layout in self._split:
             if id(variable) not in wanted:
                 continue
             part = layout.slice
             in_blocks = isinstance(part, Slice) and part.sizes is None and len(part.shape) == 2
             if in_blocks and layout.flat is None and layout.stage is None:
-                whole = self._in_blocks(variable, part)
+                whole: np.ndarray | None = self._in_blocks(variable, part)
             else:
                 whole = whole_value(variable, SAVED).numpy()
-            if self.is_here:
+            if whole is not None and self.is_here:
                 found[id(variable)] = whole
         return found
 

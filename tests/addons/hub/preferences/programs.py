@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -168,17 +169,13 @@ def as_trl(golden: str, folder: str, options: dict | None, kind: str, steps: int
     from tfdist.launch.finetune import preferences
 
     found = json.loads(str(np.load(golden)["pairs"]))
-    rows = [
-        tuple(
-            Row(
-                (*pair["prompt"], *pair[name]),
-                (False,) * len(pair["prompt"]) + (True,) * len(pair[name]),
-                "golden",
-            )
-            for name in ("chosen", "rejected")
-        )
-        for pair in found
-    ]
+
+    def row(pair, name: str) -> Row:
+        prompt, answer = pair["prompt"], pair[name]
+        trained = (False,) * len(prompt) + (True,) * len(answer)
+        return Row((*prompt, *answer), trained, "golden")
+
+    rows = [(row(pair, "chosen"), row(pair, "rejected")) for pair in found]
     length = max(len(row) for pair in rows for row in pair)
     mesh = (options or {}).get("mesh", {})
     keras.backend.clear_session()
@@ -186,7 +183,9 @@ def as_trl(golden: str, folder: str, options: dict | None, kind: str, steps: int
         model = task = tfdist.load_preset(folder, preprocessor=None, compile=False, dtype="float32")
         if mesh.get("pipeline", 1) > 1:
             model = tfdist.pipeline.PipelineModel(task, num_microbatches=2, input_shape=(length,))
-    smoothing = {"label_smoothing": 0.1} if kind in ("conservative", "robust") else {}
+    smoothing: dict[str, Any] = (
+        {"label_smoothing": 0.1} if kind in ("conservative", "robust") else {}
+    )
     given = preferences.PreferenceOptions(preference=kind, **smoothing)
     pairs = Pairs.of(rows, length)
     count = len(rows)
