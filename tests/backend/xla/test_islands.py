@@ -46,7 +46,24 @@ def test_one_part_without_anything_outside():
     assert (found.islands, found.others, found.obstacles) == (1, 0, [])
     x = tf.random.normal([6])
     for got, right in zip(whole(x), (work(x), tf.reduce_sum(work(x))), strict=True):
-        np.testing.assert_allclose(got, right, rtol=1e-5)
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_are_equal_whatever_the_order_of_their_operations():
+    def turned(x, backwards):
+        rows = [lambda: tf.tanh(x), lambda: x * 2.0, lambda: tf.exp(x), lambda: x * 2.0]
+        found = {place: rows[place]() for place in (range(4)[::-1] if backwards else range(4))}
+        return found[0] * found[1] + found[2] / found[3]
+
+    def chain(x):
+        for number in range(4):
+            x = outside(turned(x, number % 2 == 0))
+        return x
+
+    whole, found = compiled(chain, VECTOR)
+    assert (found.islands, found.distinct) == (4, 1)
+    x = tf.random.normal([6]) * 0.01 + 1.0
+    np.testing.assert_allclose(whole(x)[0], chain(x), rtol=1e-4)
 
 
 def test_equal_parts_are_compiled_once():

@@ -25,6 +25,7 @@ from tfdist.backend.xla.obstacles import (
     called,
     inputs_of_functions,
 )
+from tfdist.backend.xla.ordering import canonical_order
 from tfdist.backend.xla.sizes import Inputs, Sizes
 
 _logger = logging.getLogger("tfdist")
@@ -197,8 +198,10 @@ class _Emission:
         return {place: list(names) for place, names in found.items()}
 
     def _emit_compiled(self, place: int, part: Part) -> None:
-        definition = _Definition(self._division, self._arguments, part.operations)
-        used = self._used_elsewhere.get(place, [])
+        operations = canonical_order(part.operations, self._division.before)
+        definition = _Definition(self._division, self._arguments, operations)
+        # In the order of the part itself, so that equal parts have equal outputs whatever uses them.
+        used = sorted(self._used_elsewhere.get(place, []), key=definition.order)
         function = self._compiler.island(definition, [definition.renamed(name) for name in used])
         with tf.control_dependencies(self._before(part)):
             results = function(*(self._tensors[name] for name in definition.taken))
@@ -292,6 +295,11 @@ class _Definition:
         """The name here of the result of an operation of the definition."""
         source, place = name.rsplit(":", 1)
         return f"{self._names[source]}:{place}"
+
+    def order(self, name: str) -> tuple[int, int]:
+        """The place of the result of an operation among those of the definition."""
+        source, place = name.rsplit(":", 1)
+        return list(self._names).index(source), int(place)
 
     def replace_functions(self, op: tf.Operation, functions: dict[str, list]) -> None:
         """Replaces the functions that an operation calls."""
