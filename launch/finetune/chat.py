@@ -75,66 +75,52 @@ class ChatOptions:
         Raises:
             UsageError: A file is missing or broken.
         """
-        from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
+        return read_tokenizer(Path(self.tokenizer or preset).expanduser(), self.chat_template)
 
-        place = Path(self.tokenizer or preset).expanduser()
-        template = None
-        try:
-            if self.chat_template is not None:
-                template = Path(self.chat_template).expanduser().read_text("utf-8")
-            return ChatTokenizer(place, template)
-        except (ImportError, OSError, ValueError) as error:
-            raise UsageError(f"The tokenizer of {place} cannot be read: {error}") from error
-
-    def batches(
-        self,
-        dataset: str,
-        tokenizer: Any,
-        size: int,
-        *,
-        length: int,
-        accumulate: int,
-        seed: int,
-    ) -> tuple[Any, Any, list, list]:
-        """Batches for training and for validation, and the rows of both.
+    def read(self, dataset: str, tokenizer: Any, count: int, length: int) -> tuple[list, list]:
+        """The token rows of each line, for training and for validation.
 
         Args:
             dataset: The value of `--dataset`.
             tokenizer: The tokenizer.
-            size: The rows of a global batch.
+            count: The answers of a line.
             length: The tokens of a row.
-            accumulate: The steps of an update.
-            seed: Of the order of the rows.
 
         Raises:
             UsageError: A file cannot be used.
         """
-        from tfdist.addons.hub.chat.data import chat_batches, held_out, read_rows
+        from tfdist.addons.hub.chat.data import held_out, read_answers
 
-        def rows(source: str) -> list:
-            return read_rows(
-                Path(source.removeprefix(CHAT)).expanduser(),
-                tokenizer,
-                length=length,
-                truncation=self.truncation,
-            )
+        def lines(source: str) -> list:
+            path = Path(source.removeprefix(CHAT)).expanduser()
+            return read_answers(path, tokenizer, count, length=length, truncation=self.truncation)
 
         try:
-            train = rows(dataset)
-            if self.validation is None:
-                train, tested = held_out(train)
-            else:
-                tested = rows(self.validation)
+            found = lines(dataset)
+            return held_out(found) if self.validation is None else (found, lines(self.validation))
         except (OSError, ValueError) as error:
             raise UsageError(f"--dataset={dataset} cannot be used: {error}") from error
-        updates = accumulate if self.loss_average == "update" else 1
-        options: dict[str, Any] = {"length": length, "packing": self.packing}
-        return (
-            chat_batches(train, size, updates=updates, seed=seed, **options),
-            chat_batches(tested, size, **options),
-            train,
-            tested,
-        )
+
+
+def read_tokenizer(folder: Path, chat_template: str | None) -> Any:
+    """The tokenizer of a folder.
+
+    Args:
+        folder: The folder.
+        chat_template: A file with a chat template, in place of that of the folder; None for that.
+
+    Raises:
+        UsageError: A file is missing or broken.
+    """
+    from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
+
+    template = None
+    try:
+        if chat_template is not None:
+            template = Path(chat_template).expanduser().read_text("utf-8")
+        return ChatTokenizer(folder, template)
+    except (ImportError, OSError, ValueError) as error:
+        raise UsageError(f"The tokenizer of {folder} cannot be read: {error}") from error
 
 
 def check_tokens(rows: Sequence, task: Any) -> None:

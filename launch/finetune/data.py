@@ -111,15 +111,15 @@ def _windows(given: FinetuneOptions, batch_size: int) -> Data:
 
 def _conversations(given: FinetuneOptions, batch_size: int, is_chief: bool) -> Data:
     """Rows of conversations."""
+    from tfdist.addons.hub.chat.data import chat_batches
+
     tokenizer = given.chat.read_tokenizer(str(given.preset))
-    train, tested, rows, others = given.chat.batches(
-        given.dataset,
-        tokenizer,
-        batch_size,
-        length=given.seq_length,
-        accumulate=given.optimizer.accumulate,
-        seed=given.seed,
-    )
+    found = given.chat.read(given.dataset, tokenizer, 1, given.seq_length)
+    rows, others = ([row for (row,) in lines] for lines in found)
+    options: dict[str, Any] = {"length": given.seq_length, "packing": given.chat.packing}
+    updates = given.optimizer.accumulate if given.chat.loss_average == "update" else 1
+    train = chat_batches(rows, batch_size, updates=updates, seed=given.seed, **options)
+    tested = chat_batches(others, batch_size, **options)
     if is_chief:
         _show(given, rows, tokenizer)
         tokens = sum(map(len, rows))
@@ -145,7 +145,7 @@ def _preferences(given: FinetuneOptions, batch_size: int, is_chief: bool) -> Dat
     from tfdist.addons.hub.preferences.data import Pairs
 
     tokenizer = given.chat.read_tokenizer(str(given.preset))
-    train, tested = given.preferences.read(given.dataset, given.chat, tokenizer, given.seq_length)
+    train, tested = given.chat.read(given.dataset, tokenizer, 2, given.seq_length)
     rows = [row for pair in [*train, *tested] for row in pair]
     if len(train) < batch_size:
         raise UsageError(
@@ -182,11 +182,8 @@ def referenced(
     Raises:
         UsageError: There are too few pairs for validation.
     """
-    chunk = given.loss_chunk or None
-    pairs = [
-        given.preferences.referenced(each, model, backbone, rows=2 * batch_size, chunk_size=chunk)
-        for each in data.pairs
-    ]
+    options: dict[str, Any] = {"rows": 2 * batch_size, "chunk_size": given.chunk_size}
+    pairs = [given.preferences.referenced(each, model, backbone, **options) for each in data.pairs]
     if len(pairs[1]) < ranks:
         raise UsageError(
             f"Validation requires a pair for each of {ranks} ranks with different rows. Received: "

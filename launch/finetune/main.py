@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.launch.finetune.chat import ChatOptions, check_tokens
-from tfdist.launch.finetune.data import Data, read, referenced
+from tfdist.launch.finetune.data import read, referenced
 from tfdist.launch.finetune.options import ADAPTER, BATCH_SIZE, HUB, FinetuneOptions
 from tfdist.launch.finetune.preferences import PreferenceOptions
 from tfdist.launch.finetune.talk import TALK
@@ -91,18 +91,19 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
         data = referenced(given, data, model, task.backbone, batch_size, on.data)
     with on.strategy.scope():
         rate = warmup_cosine(given.learning_rate, given.epochs * data.steps)
-        chunk, vocabulary = given.loss_chunk or None, task.output.shape[-1]
+        vocabulary = task.output.shape[-1]
         if data.pairs:
-            loss = given.preferences.loss(vocabulary, chunk)
+            loss = given.preferences.loss(vocabulary, given.chunk_size)
         else:
             loss = tfdist.layers.VocabParallelCrossEntropy(
-                vocabulary, data.reduction, chunk_size=chunk
+                vocabulary, data.reduction, chunk_size=given.chunk_size
             )
-        # The default metric of a task requires whole logits.
-        options: dict[str, Any] = {"weighted_metrics": None} if model is task else {}
+        # What writes texts: a model with learned positions in documents does not.
+        writer = model if hasattr(model, "generate") else task
+        options: dict[str, Any] = {}
         if data.tokenizer is not None:
             # Answers are the most probable ones.
-            if hasattr(model, "generate"):
+            if writer is model:
                 options["sampler"] = "greedy"
             else:
                 task.compile(sampler="greedy")
@@ -111,6 +112,8 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
             model.compile(
                 given.optimizer.scaled(optimizer),
                 loss,
+                # The default metric of a task requires whole logits.
+                weighted_metrics=None,
                 steps_per_execution=min(on.steps_per_execution, data.steps),
                 **options,
                 **given.optimizer.compile_options,
@@ -126,7 +129,6 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
     if given.patience:
         callbacks.append(keras.callbacks.EarlyStopping("val_loss", patience=given.patience))
     if given.chat.sample_every:
-        writer = model if hasattr(model, "generate") else task
         callbacks.append(_samples(given, writer, data.tokenizer, on.is_chief))
     with (
         expected_errors(given.checkpoints.workdir, given.dataset),
@@ -145,7 +147,12 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
     # --- Result --------------------------------------------------------------------------------
     lines = []
     if given.prompt is not None:
-        lines.append(f"{task.name} writes:\n{_text(given, model, task, data)}")
+        if data.tokenizer is None:
+            task.preprocessor = data.preprocessor
+            text = task.generate(given.prompt, max_length=given.seq_length)
+        else:
+            text = _answer(given, writer, data.tokenizer)
+        lines.append(f"{task.name} writes:\n{text}")
     if given.output is not None:
         lines.append(f"Saved: {', '.join(_save(given, task, data.preprocessor))}")
     loss = history.history["val_loss"][-1]
@@ -157,7 +164,7 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
     if data.pairs:
         tested = data.pairs[1]
         agreement = given.preferences.agreement(
-            tested, model, rows=2 * batch_size, chunk_size=given.loss_chunk or None
+            tested, model, rows=2 * batch_size, chunk_size=given.chunk_size
         )
         lines.append(
             f"Validation loss {before:.4f} before and {loss:.4f} after; the chosen answer is preferred in "
@@ -195,33 +202,26 @@ def _separated(task):
         raise UsageError(f"--packing is not supported: {error}") from error
 
 
-def _samples(given: FinetuneOptions, model, tokenizer, is_chief: bool):
+def _samples(given: FinetuneOptions, writer, tokenizer, is_chief: bool):
     """A callback that prints the answer to the prompt."""
     import keras
-
-    from tfdist.addons.hub.chat.answering import answer
 
     def on_epoch_end(epoch, logs):
         if (epoch + 1) % given.chat.sample_every:
             return
-        messages = [{"role": "user", "content": given.prompt}]
-        text = answer(model, tokenizer, messages, length=given.seq_length)
+        text = _answer(given, writer, tokenizer)
         if is_chief:
             print(f"Epoch {epoch + 1} answers: {text}", flush=True)
 
     return keras.callbacks.LambdaCallback(on_epoch_end=on_epoch_end)
 
 
-def _text(given: FinetuneOptions, model, task, data: Data) -> str:
-    """What the model writes after the prompt, or answers to it."""
-    if data.tokenizer is None:
-        task.preprocessor = data.preprocessor
-        return task.generate(given.prompt, max_length=given.seq_length)
+def _answer(given: FinetuneOptions, writer, tokenizer) -> str:
+    """The answer to the prompt."""
     from tfdist.addons.hub.chat.answering import answer
 
     messages = [{"role": "user", "content": given.prompt}]
-    writer = model if hasattr(model, "generate") else task
-    return answer(writer, data.tokenizer, messages, length=given.seq_length)
+    return answer(writer, tokenizer, messages, length=given.seq_length)
 
 
 def _load(given: FinetuneOptions):

@@ -80,6 +80,11 @@ class FinetuneOptions:
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)
     world: StrategyOptions = dataclasses.field(default_factory=StrategyOptions)
 
+    @property
+    def chunk_size(self) -> int | None:
+        """The tokens whose logits are in memory at a time; None for all."""
+        return self.loss_chunk or None
+
     def _check_export(self) -> None:
         for kind in self.export:
             if kind not in EXPORTS:

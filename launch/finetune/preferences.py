@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from tfdist.launch.finetune.chat import CHAT, ChatOptions
@@ -66,27 +65,6 @@ class PreferenceOptions:
             chat, ["packing", "loss_average"], "is not supported with --preference", given
         )
 
-    def read(self, dataset: str, chat: ChatOptions, tokenizer: Any, length: int) -> tuple:
-        """The pairs for training and for validation, as token rows.
-
-        Raises:
-            UsageError: A file cannot be used.
-        """
-        from tfdist.addons.hub.chat.data import held_out
-        from tfdist.addons.hub.preferences.data import read_pairs
-
-        def pairs(source: str) -> list:
-            path = Path(source.removeprefix(CHAT)).expanduser()
-            return read_pairs(path, tokenizer, length=length, truncation=chat.truncation)
-
-        try:
-            found = pairs(dataset)
-            if chat.validation is None:
-                return held_out(found)
-            return found, pairs(chat.validation)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--dataset={dataset} cannot be used: {error}") from error
-
     def loss(self, vocabulary_size: int, chunk_size: int | None) -> Any:
         """The loss."""
         from tfdist.addons.hub.preferences.losses import PreferenceLoss
@@ -135,11 +113,10 @@ def _log_probabilities(pairs: Any, model: Any, rows: int, chunk_size: int | None
     from tfdist.addons.hub.preferences.losses import LogProbabilityLoss, Recorder
     from tfdist.addons.hub.preferences.reference import log_probabilities
 
-    # The default metric of a task requires whole logits.
-    options = {} if hasattr(model, "partition") else {"weighted_metrics": None}
     with model.distribute_strategy.scope():
         loss = LogProbabilityLoss(model.outputs[0].shape[-1], chunk_size=chunk_size)
-        model.compile(loss=loss, **options)
+        # The default metric of a task requires whole logits.
+        model.compile(loss=loss, weighted_metrics=None)
     recorder = Recorder(2 * len(pairs))
     found = log_probabilities(model, pairs.rows(rows), recorder, loss)
     return found.reshape(len(pairs), 2)

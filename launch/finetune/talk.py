@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tfdist.launch.finetune.chat import read_tokenizer
 from tfdist.launch.finetune.options import EXPORTS
 from tfdist.launch.flags import command
 from tfdist.launch.flags.options import define_flags, option
@@ -67,19 +68,15 @@ def _main(checked: tuple[TalkOptions, Path]) -> None:
 
         import tfdist
     from tfdist.addons.hub.chat.answering import answer
-    from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
 
-    template = None
+    tokenizer = read_tokenizer(folder, given.chat_template)
+    if tokenizer.template is None:
+        raise UsageError(f"{folder} must have a chat template. Use --chat_template=FILE.")
     options = {} if given.dtype_policy is None else {"dtype": given.dtype_policy}
     try:
-        if given.chat_template is not None:
-            template = Path(given.chat_template).expanduser().read_text("utf-8")
-        tokenizer = ChatTokenizer(folder, template)
         task: Any = tfdist.load_preset(folder, preprocessor=None, compile=False, **options)
     except (ImportError, OSError, ValueError) as error:
         raise UsageError(f"{folder} cannot be used: {one_line(error)}") from error
-    if tokenizer.template is None:
-        raise UsageError(f"{folder} must have a chat template. Use --chat_template=FILE.")
     sampler = keras_hub.samplers.GreedySampler()
     if given.temperature:
         sampler = keras_hub.samplers.RandomSampler(seed=given.seed, temperature=given.temperature)

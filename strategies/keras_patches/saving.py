@@ -75,28 +75,34 @@ def write_some_once(original, self, split: Sequence, *args, **kwargs):
             return original(self, *args, **kwargs)
         synchronize_layer_states(self)
         wholes = whole_values(split, keep=strategy.is_chief)
-        result, error = None, None
-        if strategy.is_chief:
-            try:
-                if _local.failed is not None:
-                    raise _local.failed
-                with attributes_set(_local, writes=True), global_arrays(split, wholes):
-                    result = original(self, *args, **kwargs)
-            except Exception as raised:
-                error = raised
+
+        def write():
+            if _local.failed is not None:
+                raise _local.failed
+            with attributes_set(_local, writes=True), global_arrays(split, wholes):
+                return original(self, *args, **kwargs)
+
         # Errors show the name of the collective: usually a rank does not call the method.
-        raise_together(error, strategy, getattr(original, "__name__", "save"))
-    return result
+        return run_on_chief(write, strategy, getattr(original, "__name__", "save"))
 
 
-def raise_together(error: Exception | None, strategy, name: str) -> None:
-    """Raises an exception of the chief on all ranks, which all call this.
+def run_on_chief(function, strategy, name: str):
+    """Calls a function that writes files on the chief; all ranks call this, and raise its exception.
 
     Args:
-        error: The exception; None on the other ranks, or if there is none.
+        function: The function.
         strategy: The strategy.
-        name: What the chief did, for messages.
+        name: What is called, for messages.
+
+    Returns:
+        The result of the function on the chief, None on other ranks.
     """
+    result, error = None, None
+    if strategy.is_chief:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
     outcomes = all_gather_object(_packed(error), strategy.group(), name=name)
     if error is not None:
         raise error
@@ -108,6 +114,7 @@ def raise_together(error: Exception | None, strategy, name: str) -> None:
                 f"Rank {rank} raised this in `{name}`, which writes files for all ranks."
             )
             raise found
+    return result
 
 
 def _packed(error: Exception | None) -> tuple[bytes, str] | None:

@@ -47,9 +47,8 @@ class Pairs:
         causal = causal and source == place
         mask = self._masks.of(source, first, last)
         starts, places = self._masks.starts(source, first, last)
-        by_query = causal or starts is not None or (mask is not None and mask.shape[2] != 1)
-        settings = default_settings(self._given.scale, by_query=by_query)
-        return first, last, (Visibility(causal, 0, mask, starts, places), settings)
+        seen = Visibility(causal, 0, mask, starts, places)
+        return first, last, (seen, default_settings(self._given.scale, by_query=seen.by_query))
 
     def attend(self, query, columns: tuple, before):
         """Attends to the keys of one rank.

@@ -70,8 +70,9 @@ def make_folder(folder: str) -> int:
 
 def loaded_and_exported(folder: str, output: str, options: dict, most: int) -> tuple[int, int, int]:
     """The bytes by which loading and exporting raise a rank's peak, and those that it holds."""
-    import keras_hub  # noqa: F401 Its modules are not a part of what loading needs.
-    import safetensors  # noqa: F401
+    # Modules are not a part of what loading and exporting need.
+    import safetensors.numpy  # noqa: F401
+    from keras_hub.src.utils.transformers.export import hf_exporter  # noqa: F401
 
     import tfdist
     from tfdist.backend.keras.attributes import stored_value

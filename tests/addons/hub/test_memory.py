@@ -16,7 +16,7 @@ LAYOUTS = {
     "pipeline": {"mesh": {"pipeline": 2}},
 }
 #: What Python and TensorFlow need beside arrays.
-SLACK = 24 << 20
+SLACK = 12 << 20
 
 
 @pytest.mark.slow

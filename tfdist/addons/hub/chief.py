@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from tfdist.sharding.layout import whole_value
 from tfdist.sharding.parts import Slice
 from tfdist.step.context import strategy_of
 from tfdist.step.local_steps import global_parameters
-from tfdist.strategies.keras_patches.saving import raise_together
+from tfdist.strategies.keras_patches.saving import run_on_chief
 from tfdist.strategies.keras_patches.splits import SAVED, global_arrays, split_variables
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
@@ -52,36 +53,23 @@ class Chief:
 
     def run(self, function: Callable):
         """The result of a function on the chief, None on other ranks; all ranks raise its exception."""
-        result, error = None, None
-        if self.is_here:
-            try:
-                result = function()
-            except Exception as raised:
-                error = raised
-        if self._has_others:
-            raise_together(error, self._strategy, self._name)
-        elif error is not None:
-            raise error
-        return result
+        if not self._has_others:
+            return function()
+        return run_on_chief(function, self._strategy, self._name)
 
     @contextlib.contextmanager
     def whole(self, variables: Sequence[keras.Variable]) -> Iterator[None]:
         """Inside, some variables are global arrays on the chief, and as they were on other ranks."""
-        wanted = {id(variable) for variable in variables}
-        split = [each for each in self._split if id(each[0]) in wanted]
         wholes = self.gathered(variables)
-        with global_arrays(split, wholes) if self.is_here else contextlib.nullcontext():
+        with global_arrays(self._some(variables), wholes) if self.is_here else nullcontext():
             yield
 
     def gathered(self, variables: Sequence[keras.Variable]) -> dict[int, np.ndarray]:
         """The global arrays of those variables that are split, by their ids, on the chief."""
-        wanted = {id(variable) for variable in variables}
         found: dict[int, np.ndarray] = {}
-        for variable, layout in self._split:
-            if id(variable) not in wanted:
-                continue
+        for variable, layout in self._some(variables):
             part = layout.slice
-            in_blocks = isinstance(part, Slice) and part.sizes is None and len(part.shape) == 2
+            in_blocks = isinstance(part, Slice) and part.sizes is None and len(part.shape) > 1
             if in_blocks and layout.flat is None and layout.stage is None:
                 whole: np.ndarray | None = self._in_blocks(variable, part)
             else:
@@ -91,21 +79,27 @@ class Chief:
         return found
 
     def _in_blocks(self, variable: keras.Variable, part: Slice) -> np.ndarray | None:
-        """The global array of a matrix, gathered in blocks: TensorFlow keeps the memory of what was gathered."""
-        other = 1 - part.dim
+        """The global array, gathered in blocks: TensorFlow keeps the memory of what was gathered."""
+        other = 0 if part.dim else 1
         value = tf.convert_to_tensor(variable.value)
-        size = part.shape[other]
-        rows = max(_BLOCK_BYTES // (value.shape[part.dim] * value.dtype.size), 1)
-        whole = np.empty(part.shape, value.dtype.as_numpy_dtype) if self.is_here else None
+        size, dtype = part.shape[other], value.dtype
+        entries = value.shape.num_elements() // size
+        rows = max(_BLOCK_BYTES // (entries * dtype.size), 1)
+        whole = np.empty(part.shape, dtype.as_numpy_dtype) if self.is_here else None
         for begin in range(0, size, rows):
-            block = [slice(None), slice(None)]
+            block = [slice(None)] * len(part.shape)
             block[other] = slice(begin, min(begin + rows, size))
             gathered = all_gather(value[tuple(block)], part.group, part.dim, name=SAVED)
             if whole is not None:
-                kept = [slice(None), slice(None)]
+                kept = [slice(None)] * len(part.shape)
                 kept[part.dim] = slice(part.shape[part.dim])  # Without the padding.
                 whole[tuple(block)] = gathered[tuple(kept)].numpy()
         return whole
+
+    def _some(self, variables: Sequence[keras.Variable]) -> list:
+        """Those of some variables that are split, with their layouts."""
+        wanted = {id(variable) for variable in variables}
+        return [each for each in self._split if id(each[0]) in wanted]
 
     @functools.cached_property
     def _split(self) -> list:

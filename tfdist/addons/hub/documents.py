@@ -52,10 +52,17 @@ _LEARNED = (keras_hub.layers.PositionEmbedding, keras_hub.layers.TokenAndPositio
 
 
 class _Local(threading.local):
-    """The masks inside the call of a decoder: that of documents, and the usual one, which the decoder has."""
+    """What is known inside the call of a decoder.
+
+    Attributes:
+        documents: The mask of documents.
+        mask: The usual mask, which the decoder has.
+        places: The place of each token in its document.
+    """
 
     documents: Any = None
     mask: Any = None
+    places: Any = None
 
 
 _local = _Local()
@@ -108,7 +115,8 @@ def _with_documents(call: Callable, mask: str) -> Callable:
         if documents is None:
             return call(*args, **kwargs)
         given.arguments[mask] = usual = ops.cast(documents > 0, documents.dtype)
-        with attributes_set(_local, documents=documents, mask=usual):
+        places = _places(documents)
+        with attributes_set(_local, documents=documents, mask=usual, places=places):
             return call(*given.args, **given.kwargs)
 
     return within
@@ -128,8 +136,7 @@ def _merge(inputs, padding_mask, attention_mask, *, original: Callable):
 
 def _rotate(self, inputs, start_index=0, positions=None, *, original: Callable):
     """Rotates by the places in documents."""
-    if _local.documents is not None and positions is None:
-        positions = _places(_local.documents)
+    positions = _local.places if positions is None else positions
     return original(self, inputs, start_index, positions)
 
 
@@ -170,9 +177,8 @@ def _with_positions(task: Any) -> keras.Model:
         return layer(*args, **kwargs, **positions)
 
     hidden = connect(backbone, inputs, call)
-    whole = connect(
+    return connect(
         task,
         inputs,
         lambda layer, *args, **kwargs: (hidden if layer is backbone else layer)(*args, **kwargs),
     )
-    return whole

@@ -84,7 +84,7 @@ def check_exporter(model) -> None:
         )
     backbone = getattr(model, "backbone", model)
     kind = type(backbone).__name__
-    known = importlib.import_module(MODULE).MODEL_EXPORTERS
+    known = _exporters()
     if kind not in known:
         raise ValueError(
             f"KerasHub can only export models with {', '.join(sorted(known))}. Received: `{model.name}` with "

@@ -8,6 +8,7 @@ model, whose weights are computed when they are written.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import os
@@ -170,7 +171,7 @@ class _Export:
             stack.enter_context(self.chief.gathering())
             new = self.chief.run(lambda: stack.enter_context(new_folder(folder)))
             for file, names in zip(files_of(shards), shards, strict=True):
-                self._write_shard(exporter, names, lambda: new / file)  # noqa: B023 Called at once.
+                self._write_shard(exporter, names, new, file)
 
             def finish():
                 write_others(self._plain.model, new)
@@ -179,46 +180,38 @@ class _Export:
 
             self.chief.run(finish)
 
-    def _write_shard(self, exporter: Exporter, names: Sequence[str], path: Callable) -> None:
-        """Writes a file of weights; what the chief raises, all ranks raise after the last gather."""
-        writer: ShardWriter | None = None
-        error: Exception | None = None
-        values: dict[tuple[int, str], Any] = {}
-        gathered: set[tuple[int, str]] = set()
+    def _write_shard(
+        self, exporter: Exporter, names: Sequence[str], folder: Path, file: str
+    ) -> None:
+        """Writes a file of weights, in a folder that the chief knows."""
         with contextlib.ExitStack() as stack:
+            writer: Any = self.chief.run(
+                lambda: stack.enter_context(ShardWriter(folder / file, exporter, names))
+            )
             for name in names:
-                sources = set(exporter.sources(name))
-                # All ranks decide alike, of which only the chief has values.
-                if not sources <= gathered:
-                    values, gathered = {}, sources
-                    for place in sorted({place for place, _ in sources}):
-                        wanted = {key for at, key in sources if at == place}
-                        needs = self._plain.needs(place, wanted)
-                        changed = self._plain.is_changed(place)
-                        wholes = None if changed else self.chief.gathered(needs)
-                        with self.chief.whole(needs) if changed else contextlib.nullcontext():
-                            if self.chief.is_here and error is None:
-                                try:
-                                    values |= self._values(place, wanted, wholes)
-                                except Exception as raised:
-                                    error = raised
-                        del wholes
-                if self.chief.is_here and error is None:
-                    try:
-                        if writer is None:
-                            writer = stack.enter_context(ShardWriter(path(), exporter, names))
-                        writer.add(exporter.compute(name, values))
-                    except Exception as raised:
-                        error = raised
+                self._write_tensor(exporter, name, writer)
 
-        def check():
-            if error is not None:
-                raise error
+    def _write_tensor(self, exporter: Exporter, name: str, writer: Any) -> None:
+        values = self._gathered(exporter.sources[name])
+        self.chief.run(lambda: writer.add(exporter.compute(name, values)))
 
-        self.chief.run(check)
+    def _gathered(self, sources: Sequence[tuple[int, str]]) -> dict[tuple[int, str], Any]:
+        """Weights of plain layers on the chief, by the places of layers and names."""
+        values: dict[tuple[int, str], Any] = {}
+        for place in sorted({place for place, _ in sources}):
+            names = {name for at, name in sources if at == place}
+            needs = self._plain.needs(place, names)
+            if self._plain.is_changed(place):
+                with self.chief.whole(needs):
+                    found = self.chief.run(functools.partial(self._values, place, names))
+            else:
+                wholes = self.chief.gathered(needs)
+                found = self.chief.run(functools.partial(self._values, place, names, wholes))
+            values |= found or {}
+        return values
 
     def _values(
-        self, place: int, names: set[str], wholes: dict[int, np.ndarray] | None
+        self, place: int, names: set[str], wholes: dict[int, np.ndarray] | None = None
     ) -> dict[tuple[int, str], Any]:
         """Some weights of a plain layer, from its source with global arrays."""
         found = self._plain.values(place, names, wholes)

@@ -22,6 +22,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from tfdist.addons.hub.streaming import INDEX, WEIGHTS
 from tfdist.backend.keras.private import all_layers
 from tfdist.backend.keras.stored import StoredArray
 from tfdist.strategies.keras_patches.reading import reading_parts
@@ -39,7 +40,6 @@ _BESIDE = (
     "tokenizer_config.json",
     "vocab.json",
 )
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 #: NumPy, for converters that round to float16.
 _EXACT = types.SimpleNamespace(**vars(np) | {"float16": np.float32})
 #: The folder that a backbone was read from.
@@ -49,7 +49,9 @@ _DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F6
 
 def is_hugging_face(folder: Path) -> bool:
     """Whether a folder has the configuration and the weights of a model of Hugging Face."""
-    if not (folder / _CONFIG).is_file() or not any((folder / name).is_file() for name in _WEIGHTS):
+    if not (folder / _CONFIG).is_file() or not any(
+        (folder / name).is_file() for name in (WEIGHTS, INDEX)
+    ):
         return False
     try:
         found = json.loads((folder / _CONFIG).read_text("utf-8"))
@@ -73,8 +75,8 @@ def check_importable(folder: Path) -> None:
             "install 'tfdist[hub]'."
         ) from error
     _converter(folder)
-    index = folder / _WEIGHTS[1]
-    names = {_WEIGHTS[0]}
+    index = folder / INDEX
+    names = {WEIGHTS}
     if index.is_file():
         names = {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
     for name in sorted(names):
@@ -188,7 +190,7 @@ def _loader_class() -> type:
         def port_weight(self, keras_variable, hf_weight_key, hook_fn=None):
             """Assigns a tensor that is not read yet."""
             if self.safetensor_config is None:
-                name = self.fname or _WEIGHTS[0]
+                name = self.fname or WEIGHTS
             else:
                 files = self.safetensor_config["weight_map"]
                 name = files[self.get_prefixed_key(hf_weight_key, files)]

@@ -118,7 +118,7 @@ def _adapter(
 ) -> tuple[str, _Adapter]:
     """The matrix of the file that a layer is a part of, and the adapter of that matrix."""
     key = place, "kernel"
-    (name,) = (each for each in exporter.outputs if key in exporter.sources(each))
+    (name,) = (each for each, sources in exporter.sources.items() if key in sources)
     a, b = (
         keras.ops.convert_to_numpy(keras.ops.cast(each, "float32"))
         for each in (layer.lora_kernel_a, layer.lora_kernel_b)

@@ -148,9 +148,8 @@ def local_folder(preset: str | os.PathLike[str]) -> Path:
         )
     except Exception as error:
         # The package has errors of its own for names, of its HTTP library, and of the operating system.
-        words = " ".join(str(error).split())[:_LONGEST]
         raise ValueError(
-            f"{address!r} must be a model of Hugging Face that can be downloaded. Received: {words}"
+            f"{address!r} must be a model of Hugging Face that can be downloaded. Received: {_words(error)}"
         ) from error
     return Path(found)
 
@@ -174,12 +173,16 @@ def _one_line_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, OSError, ValueError) as error:
-        words = " ".join(str(error).split())
-        words = words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
         raise ValueError(
             f"The preset {str(folder)!r} cannot be loaded. Its files must belong to one model, as "
-            f"`save_to_preset` writes them. Received: {words}"
+            f"`save_to_preset` writes them. Received: {_words(error)}"
         ) from error
+
+
+def _words(error: Exception) -> str:
+    """The message of another package in one line, not too long."""
+    words = " ".join(str(error).split())
+    return words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
 
 
 def _hub():

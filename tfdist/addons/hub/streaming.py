@@ -65,19 +65,27 @@ class Exporter:
                 }
         return cls(graph, outputs, placeholders)
 
-    def sources(self, name: str) -> list[tuple[int, str]]:
-        """The variables that a tensor is computed from: places of layers, and names."""
-        by_operation = {fed.op.name: key for key, fed in self.placeholders.items()}
-        seen, waiting, found = set(), [self.outputs[name].op], []
+    @functools.cached_property
+    def sources(self) -> dict[str, list[tuple[int, str]]]:
+        """By tensor, the variables that it is computed from: places of layers, and names."""
+        return {name: self._behind(output.op) for name, output in self.outputs.items()}
+
+    def _behind(self, operation: tf.Operation) -> list[tuple[int, str]]:
+        seen, waiting, found = set(), [operation], []
         while waiting:
             operation = waiting.pop()
             if operation.name in seen:
                 continue
             seen.add(operation.name)
-            if operation.name in by_operation:
-                found.append(by_operation[operation.name])
+            if operation.name in self._keys:
+                found.append(self._keys[operation.name])
             waiting += [each.op for each in operation.inputs]
         return sorted(found)
+
+    @functools.cached_property
+    def _keys(self) -> dict[str, tuple[int, str]]:
+        """The variable of each placeholder, by the name of its operation."""
+        return {fed.op.name: key for key, fed in self.placeholders.items()}
 
     def compute(
         self, name: str, values: Mapping[tuple[int, str], Any], *, zeros: bool = False
@@ -89,19 +97,35 @@ class Exporter:
             values: Those of the variables that it is computed from.
             zeros: Whether other variables are zeros.
         """
-        output = self.outputs[name]
-        by_name = {fed.op.name: key for key, fed in self.placeholders.items()}
-        found = _by_numpy(output.op, {each: values.get(key) for each, key in by_name.items()})
-        if found is not None:
-            return np.ascontiguousarray(found)
-        fed = {}
-        for key in self.sources(name):
-            placeholder = self.placeholders[key]
-            if zeros and key not in values:
-                fed[placeholder] = np.zeros(placeholder.shape, placeholder.dtype.as_numpy_dtype)
-            else:
-                fed[placeholder] = np.asarray(values[key])
-        return np.ascontiguousarray(self._session.run(output, fed))
+        found = self._by_numpy(self.outputs[name].op, values)
+        if found is None:
+            fed = {}
+            for key in self.sources[name]:
+                placeholder = self.placeholders[key]
+                if zeros and key not in values:
+                    dtype = placeholder.dtype.as_numpy_dtype
+                    fed[placeholder] = np.zeros(placeholder.shape, dtype)
+                else:
+                    fed[placeholder] = np.asarray(values[key])
+            found = self._session.run(self.outputs[name], fed)
+        return np.ascontiguousarray(found)
+
+    def _by_numpy(
+        self, operation: tf.Operation, values: Mapping[tuple[int, str], Any]
+    ) -> np.ndarray | None:
+        """The result of an operation that only moves entries, without copies of TensorFlow; None for others."""
+        if operation.name in self._keys:
+            value = values.get(self._keys[operation.name])
+            return None if value is None else np.asarray(value)
+        if operation.type not in ("Identity", "Reshape", "Transpose"):
+            return None
+        found = self._by_numpy(operation.inputs[0].op, values)
+        if found is None or operation.type == "Identity":
+            return found
+        argument = tf.get_static_value(operation.inputs[1])
+        if argument is None:
+            return None
+        return (np.reshape if operation.type == "Reshape" else np.transpose)(found, argument)
 
     @functools.cached_property
     def _session(self) -> tf.compat.v1.Session:
@@ -115,37 +139,19 @@ class Exporter:
         return int(np.prod(output.shape.as_list(), dtype=np.int64)) * output.dtype.size
 
     def shards(self, most: int) -> list[list[str]]:
-        """The names of the tensors of each file, of at most some bytes unless one tensor is larger."""
+        """The names of the tensors of each file, of at most some bytes unless one tensor is larger.
+
+        In the order in which the library writes tensors of one dtype.
+        """
         shards: list[list[str]] = [[]]
         size = 0
-        for name in self.outputs:
+        for name in sorted(self.outputs):
             if shards[-1] and size + self.size(name) > most:
                 shards.append([])
                 size = 0
             shards[-1].append(name)
             size += self.size(name)
         return shards
-
-
-def _by_numpy(operation: tf.Operation, values: Mapping[str, Any]) -> np.ndarray | None:
-    """The result of an operation that only moves entries, without copies of TensorFlow; None for others.
-
-    Args:
-        operation: The operation.
-        values: Those of placeholders, by their names.
-    """
-    if operation.name in values:
-        value = values[operation.name]
-        return None if value is None else np.asarray(value)
-    if operation.type not in ("Identity", "Reshape", "Transpose"):
-        return None
-    found = _by_numpy(operation.inputs[0].op, values)
-    if found is None or operation.type == "Identity":
-        return found
-    argument = tf.get_static_value(operation.inputs[1])
-    if argument is None:
-        return None
-    return (np.reshape if operation.type == "Reshape" else np.transpose)(found, argument)
 
 
 class ShardWriter:
@@ -181,8 +187,8 @@ class ShardWriter:
         self._file.close()
 
     def add(self, tensor: np.ndarray) -> None:
-        """Writes the next tensor."""
-        self._file.write(np.ascontiguousarray(tensor).view(np.uint8).data)
+        """Writes the next tensor, as `Exporter.compute` returns it."""
+        self._file.write(tensor.view(np.uint8).data)
 
 
 def files_of(shards: Sequence[Sequence[str]]) -> Iterator[str]:

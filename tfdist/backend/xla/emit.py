@@ -299,7 +299,7 @@ class _Definition:
     def order(self, name: str) -> tuple[int, int]:
         """The place of the result of an operation among those of the definition."""
         source, place = name.rsplit(":", 1)
-        return list(self._names).index(source), int(place)
+        return int(self._names[source].removeprefix("n")), int(place)
 
     def replace_functions(self, op: tf.Operation, functions: dict[str, list]) -> None:
         """Replaces the functions that an operation calls."""

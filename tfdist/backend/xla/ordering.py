@@ -6,6 +6,7 @@ known. Parts that are equal in this order are compiled once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 
@@ -25,10 +26,11 @@ def canonical_order(
         The same operations, none before its inputs.
     """
     own = {op.name for op in operations}
+    kind_of = functools.cache(_kind)
     levels: dict[str, int] = {}
     kinds: dict[str, str] = {}
     for op in operations:
-        parts, level = [_kind(op)], 0
+        parts, level = [kind_of(op)], 0
         for tensor in op.inputs:
             source = tensor.op
             if source.name in own:
@@ -36,11 +38,10 @@ def canonical_order(
                 parts.append(f"{kinds[source.name]}:{tensor.value_index}")
             else:
                 # What the part takes from elsewhere, or repeats.
-                kind = _kind(source) if source.type == "Const" else ""
+                kind = kind_of(source) if source.type == "Const" else ""
                 parts.append(f"{tensor.dtype.name}{tensor.shape}{kind}")
-        for name in before.get(op.name, ()):
-            level = max(level, levels.get(name, -1) + 1)
-        levels[op.name], kinds[op.name] = level, _digest(parts)
+        waits = [levels.get(name, -1) + 1 for name in before.get(op.name, ())]
+        levels[op.name], kinds[op.name] = max([level, *waits]), _digest(parts)
     users: dict[str, list[tuple[str, str]]] = {op.name: [] for op in operations}
     uses: dict[str, str] = {}
     for op in reversed(operations):
@@ -68,13 +69,11 @@ def canonical_order(
 
 def _kind(op: tf.Operation) -> str:
     """What an operation computes from its inputs."""
-    node = op.node_def
-    attributes = [
-        node.attr[name].SerializeToString(deterministic=True)
-        for name in sorted(node.attr)
-        if not name.startswith("_")
-    ]
-    return _digest([op.type, *map(repr, attributes)])
+    given = op.node_def.attr
+    names = [name for name in sorted(given) if not name.startswith("_")]
+    return _digest(
+        [op.type, *(repr(given[n].SerializeToString(deterministic=True)) for n in names)]
+    )
 
 
 def _digest(parts: Sequence[str]) -> str:

@@ -85,13 +85,12 @@ def blockwise_attention(
     soft_cap = checks.number("soft_cap", soft_cap, above=0, optional=True)
     mask = _checked_mask(mask, query, key)
     starts = _checked_starts(document_starts, query)
-    by_query = causal or starts is not None or (mask is not None and mask.shape[2] != 1)
+    seen = Visibility(causal, _offset(query, key, causal, query_offset), mask, starts)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    settings = default_settings(scale, by_query=by_query)._replace(soft_cap=soft_cap)
+    settings = default_settings(scale, by_query=seen.by_query)._replace(soft_cap=soft_cap)
     if block_size is not None:
         rows, columns = _block_sizes(block_size)
         settings = settings._replace(rows=rows, columns=columns)
-    seen = Visibility(causal, _offset(query, key, causal, query_offset), mask, starts)
 
     @custom_gradient
     def attend(query, key, value):

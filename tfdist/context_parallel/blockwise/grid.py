@@ -49,9 +49,10 @@ class Visibility:
     places: tf.Tensor | None = None
 
     @property
-    def is_masked(self) -> bool:
-        """Whether what a query sees depends on tensors."""
-        return self.mask is not None or self.starts is not None
+    def by_query(self) -> bool:
+        """Whether different queries see different keys."""
+        by_mask = self.mask is not None and self.mask.shape[2] != 1
+        return self.causal or self.starts is not None or by_mask
 
 
 class Settings(NamedTuple):
@@ -180,7 +181,7 @@ class Grid:
         `nothing()` is returned without any computation, as for causal masks and sliding windows.
         """
         begin, first = row * self.rows.size, column * self.columns.size
-        if self._seen.is_masked:
+        if self._mask is not None or self._seen.starts is not None:
             visible = self._masked(begin, first)
             return tf.cond(
                 tf.reduce_any(visible),

@@ -35,24 +35,28 @@ def pairs():
     return found
 
 
-def build(name: str, mesh: dict, lora: bool):
+def split(task, mesh: dict, lora: bool, length: int):
+    """The model to train of a task, with adapters and split if that is asked for."""
     import tfdist
 
+    if lora:
+        task.backbone.enable_lora(2)
+        for variable in task.backbone.trainable_variables:
+            variable.trainable = variable.name.startswith("lora_")
+    if mesh.get("tensor", 1) > 1:
+        tfdist.parallelize(task)
+    if mesh.get("pipeline", 1) > 1:
+        return tfdist.pipeline.PipelineModel(task, num_microbatches=2, input_shape=(length,))
+    return task
+
+
+def build(name: str, mesh: dict, lora: bool):
     keras.utils.set_random_seed(5)
     task = causal_lm(name, 2, length=LENGTH, compiled=False)
     for place, variable in enumerate(task.trainable_variables):
         values = np.random.default_rng(place).normal(0, 0.3, variable.shape)
         variable.assign(values + ("scale" in variable.name or "gamma" in variable.name))
-    if lora:
-        task.backbone.enable_lora(2)
-        for variable in task.backbone.trainable_variables:
-            variable.trainable = variable.name.startswith("lora_")
-    model = task
-    if mesh.get("tensor", 1) > 1:
-        tfdist.parallelize(task)
-    if mesh.get("pipeline", 1) > 1:
-        model = tfdist.pipeline.PipelineModel(task, num_microbatches=2, input_shape=(LENGTH,))
-    return task, model
+    return task, split(task, mesh, lora, LENGTH)
 
 
 def train(name: str, options: dict | None, kind: str, lora: bool = False, **arguments):
@@ -70,8 +74,10 @@ def train(name: str, options: dict | None, kind: str, lora: bool = False, **argu
     found = given.referenced(found, model, task.backbone, rows=rows, chunk_size=5)
     ranks = 1 if options is None else model.distribute_strategy.row_group.size
     with scope(None) if options is None else model.distribute_strategy.scope():
-        own = {"weighted_metrics": None} if model is task else {}
-        model.compile(keras.optimizers.SGD(0.05), given.loss(WORDS, 5), **own)
+        # That of IPO has gradients that are many times larger.
+        rate = 0.005 if kind == "ipo" else 0.05
+        loss = given.loss(WORDS, 5)
+        model.compile(keras.optimizers.SGD(rate), loss, weighted_metrics=None)
     history = model.fit(found.batches(PAIRS, ranks=ranks), epochs=STEPS, shuffle=False, verbose=0)
     agreement = given.agreement(found, model, rows=rows, chunk_size=5)
     return history.history["loss"], whole(task.trainable_variables), found.references, agreement
@@ -137,7 +143,6 @@ def reward(prompts, answers) -> list[float]:
 
 def rewarded(folder: str, options: dict | None, steps: int = 3, lora: bool = False, **arguments):
     """What steps of GRPO report, and the weights."""
-    import tfdist
     from tfdist.addons.hub.preferences.grpo import GRPO
 
     tokenizer = written_tokenizer(folder)
@@ -146,15 +151,7 @@ def rewarded(folder: str, options: dict | None, steps: int = 3, lora: bool = Fal
     keras.utils.set_random_seed(5)
     with scope(options):
         task = causal_lm("Llama3", 2, length=32, compiled=False, vocabulary_size=320)
-        if lora:
-            task.backbone.enable_lora(2)
-            for variable in task.backbone.trainable_variables:
-                variable.trainable = variable.name.startswith("lora_")
-        model = task
-        if mesh.get("tensor", 1) > 1:
-            tfdist.parallelize(task)
-        if mesh.get("pipeline", 1) > 1:
-            model = tfdist.pipeline.PipelineModel(task, num_microbatches=2, input_shape=(32,))
+        model = split(task, mesh, lora, 32)
     sizes = {"length": 32, "group": 4, "chunk_size": 16, **arguments}
     policy = GRPO(model, tokenizer, reward, keras.optimizers.Adam(0.02), **sizes)
     found = [policy.step(PROMPTS) for _ in range(steps)]
@@ -180,9 +177,9 @@ def as_trl(golden: str, folder: str, options: dict | None, kind: str, steps: int
     mesh = (options or {}).get("mesh", {})
     keras.backend.clear_session()
     with scope(options):
-        model = task = tfdist.load_preset(folder, preprocessor=None, compile=False, dtype="float32")
-        if mesh.get("pipeline", 1) > 1:
-            model = tfdist.pipeline.PipelineModel(task, num_microbatches=2, input_shape=(length,))
+        task = tfdist.load_preset(folder, preprocessor=None, compile=False, dtype="float32")
+        mesh = {name: size for name, size in mesh.items() if name != "tensor"}  # It is split.
+        model = split(task, mesh, False, length)
     smoothing: dict[str, Any] = (
         {"label_smoothing": 0.1} if kind in ("conservative", "robust") else {}
     )
@@ -197,8 +194,8 @@ def as_trl(golden: str, folder: str, options: dict | None, kind: str, steps: int
             log_p = log_p / pairs.trained.sum(-1)
         means.append(log_p.mean(axis=0))
         with model.distribute_strategy.scope():
-            own = {"weighted_metrics": None} if model is task else {}
-            model.compile(keras.optimizers.SGD(rate), given.loss(task.output.shape[-1], 7), **own)
+            loss = given.loss(task.output.shape[-1], 7)
+            model.compile(keras.optimizers.SGD(rate), loss, weighted_metrics=None)
         ranks = getattr(model.distribute_strategy, "row_group", None)
         data = pairs.batches(count, ranks=1 if ranks is None else ranks.size)
         losses += model.fit(data, verbose=0).history["loss"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,29 +11,45 @@ import numpy as np
 from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
 
 
-def answer(
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Answers to the same messages.
+
+    Attributes:
+        ids: int32, [answers, length]: messages, answer, padding.
+        begin: The place of the first token of each answer.
+        ends: The place after the last token of each answer, which may end it.
+        texts: The answers, without the tokens that end them.
+    """
+
+    ids: np.ndarray
+    begin: int
+    ends: np.ndarray
+    texts: list[str]
+
+
+def answers(
     task: Any,
     tokenizer: ChatTokenizer,
     messages: Sequence[Mapping[str, Any]],
     *,
     length: int,
-) -> str:
+    count: int = 1,
+) -> Answers:
     """What a model answers to messages; every rank of a split model calls it.
 
     Args:
         task: A causal language model of KerasHub, or a `PipelineModel` of one.
         tokenizer: The tokenizer, with a chat template.
-        messages: Messages with `role` and `content`, or one text without a template.
+        messages: Messages with `role` and `content`.
         length: The most tokens, with those of the messages.
+        count: The number of answers.
 
     Raises:
         ValueError: The messages have `length` tokens or more, or the folder has no chat template.
     """
-    if tokenizer.template is None:
-        raise ValueError(
-            f"Messages require a chat template, which {tokenizer.folder} does not have. Use a folder with one."
-        )
-    text = tokenizer.template.render(tuple(messages), "messages", add_generation_prompt=True)
+    template = tokenizer.needed_template
+    text = template.render(tuple(messages), "messages", add_generation_prompt=True)
     ids = tokenizer.encode(text).ids
     if len(ids) >= length:
         raise ValueError(
@@ -40,11 +57,26 @@ def answer(
         )
     # KerasHub inverts the mask bit by bit, so it must be one of bools; and it looks for the end of an answer also in
     # places that are still to be written.
-    tokens, mask = np.full([1, length], tokenizer.blank, "int32"), np.zeros([1, length], "bool")
-    tokens[0, : len(ids)], mask[0, : len(ids)] = ids, True
-    found = task.generate(
-        {"token_ids": tokens, "padding_mask": mask}, stop_token_ids=tuple(sorted(tokenizer.stops))
-    )
-    written = np.asarray(found["token_ids"])[0, len(ids) :].tolist()
-    end = next((at for at, number in enumerate(written) if number in tokenizer.stops), None)
-    return tokenizer.decode(written[:end]).strip()
+    tokens = np.full([count, length], tokenizer.blank, "int32")
+    mask = np.zeros([count, length], "bool")
+    tokens[:, : len(ids)], mask[:, : len(ids)] = ids, True
+    stops = tuple(sorted(tokenizer.stops))
+    found = task.generate({"token_ids": tokens, "padding_mask": mask}, stop_token_ids=stops)
+    rows = np.array(found["token_ids"], "int32")
+    ends, texts = np.full([count], length), []
+    for number, row in enumerate(rows):
+        written = row[len(ids) :]
+        stopped = np.flatnonzero(np.isin(written, stops))
+        if len(stopped):
+            ends[number] = len(ids) + stopped[0] + 1
+            written = written[: stopped[0]]
+        rows[number, ends[number] :] = 0
+        texts.append(tokenizer.decode(written.tolist()))
+    return Answers(rows, len(ids), ends, texts)
+
+
+def answer(
+    task: Any, tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], *, length: int
+) -> str:
+    """The text of one answer; see `answers`."""
+    return answers(task, tokenizer, messages, length=length).texts[0].strip()

@@ -16,6 +16,8 @@ from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
 
 #: Of ten conversations, one is for validation.
 _ONE_OF = 10
+#: The answers of a line, by their number.
+_ANSWERS = {1: "one answer", 2: "a chosen and a rejected answer"}
 
 
 def read_rows(
@@ -37,25 +39,45 @@ def read_rows(
         OSError: The file cannot be read.
         RecordError: A line is not a conversation with an answer, or a preference.
     """
+    found = read_answers(path, tokenizer, 1, length=length, truncation=truncation)
+    return [row for (row,) in found]
+
+
+def read_answers(
+    path: str | Path, tokenizer: ChatTokenizer, count: int, *, length: int, truncation: str
+) -> list[tuple[Row, ...]]:
+    """The token rows of each line of a file, without lines of which an answer is cut off.
+
+    Args:
+        path: A file of JSON lines.
+        tokenizer: The tokenizer.
+        count: The answers of a line: 1, or 2 for a chosen and a rejected one.
+        length: The most tokens of a row.
+        truncation: As for `read_rows`.
+
+    Raises:
+        OSError: The file cannot be read.
+        RecordError: A line has another number of answers.
+    """
     found = []
     for record in read_records(path):
-        if record.is_preference:
-            raise RecordError(
-                "A line must have one answer. Received: a chosen and a rejected one.", record.place
-            )
-        found += [row.truncated(length, truncation) for row in rows_of(record, tokenizer)]
-    kept = [row for row in found if row.targets]
+        if len(record.answers) != count:
+            wanted, received = _ANSWERS[count], _ANSWERS[len(record.answers)]
+            raise RecordError(f"A line must have {wanted}. Received: {received}.", record.place)
+        rows = rows_of(record, tokenizer)
+        found.append(tuple(row.truncated(length, truncation) for row in rows))
+    kept = [rows for rows in found if all(row.targets for row in rows)]
     if not kept:
         raise RecordError(
-            f"A file must have answers within the first or last {length} tokens. Received: {len(found)} rows "
+            f"A file must have answers within the first or last {length} tokens. Received: {len(found)} lines "
             "without any.",
             str(path),
         )
     return kept
 
 
-def held_out(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Rows for training and for validation: the last tenth, at least one.
+def held_out(rows: Sequence) -> tuple[list, list]:
+    """Rows, or pairs of them, for training and for validation: the last tenth, at least one.
 
     Raises:
         ValueError: There are fewer than two rows.
@@ -113,12 +135,12 @@ def chat_batches(
     batch = packed(rows, length, pad=pad, pack=packing)
     count = len(batch.ids)
     steps = -(-count // size)
-    steps = -(-steps // (updates or 1)) * (updates or 1)
+    together = updates or steps
+    steps = -(-steps // together) * together
     arrays = _padded(batch, steps * size, pad, packing)
     data = tf.data.Dataset.from_tensor_slices(arrays)
     if seed is not None:
         data = data.shuffle(steps * size, seed=seed, reshuffle_each_iteration=True)
-    together = updates or steps
 
     def weighted(ids, mask, targets, weights):
         total = tf.maximum(tf.reduce_sum(weights), 1.0)

@@ -65,6 +65,19 @@ class ChatTokenizer:
         source = _source(self.folder, config) if template is None else template
         self.template = None if source is None else ChatTemplate(source, self._names)
 
+    @property
+    def needed_template(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self.template is None:
+            raise ValueError(
+                f"Messages require a chat template, which {self.folder} does not have. Use a folder with one."
+            )
+        return self.template
+
     @functools.cached_property
     def blank(self) -> int:
         """The least id that does not end an answer, for places that are still to be written."""

@@ -4,51 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.addons.hub.chat.packing import packed
-from tfdist.addons.hub.chat.records import RecordError, read_records
-from tfdist.addons.hub.chat.rows import Row, rows_of
-from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
-
-Pair = tuple[Row, Row]
-
-
-def read_pairs(
-    path: str | Path, tokenizer: ChatTokenizer, *, length: int, truncation: str = "keep_start"
-) -> list[Pair]:
-    """The token rows of a file of preferences, without pairs of which an answer is cut off.
-
-    Args:
-        path: A file of JSON lines.
-        tokenizer: The tokenizer.
-        length: The most tokens of a row.
-        truncation: "keep_start" or "keep_end": the part that is kept of a longer one.
-
-    Raises:
-        OSError: The file cannot be read.
-        RecordError: A line is not a preference.
-    """
-    found = []
-    for record in read_records(path):
-        if not record.is_preference:
-            raise RecordError(
-                "A line must have a chosen and a rejected answer. Received: one answer.",
-                record.place,
-            )
-        rows = [row.truncated(length, truncation) for row in rows_of(record, tokenizer)]
-        found.append((rows[0], rows[1]))
-    kept = [pair for pair in found if all(row.targets for row in pair)]
-    if not kept:
-        raise RecordError(
-            f"A file must have pairs of answers within the first or last {length} tokens. Received: "
-            f"{len(found)} pairs without any.",
-            str(path),
-        )
-    return kept
+from tfdist.addons.hub.chat.rows import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +31,7 @@ class Pairs:
     references: np.ndarray
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair], length: int, *, pad: int = 0) -> Pairs:
+    def of(cls, pairs: Sequence[tuple[Row, ...]], length: int, *, pad: int = 0) -> Pairs:
         """The arrays of token rows of at most `length` tokens."""
         batch = packed([row for pair in pairs for row in pair], length, pad=pad, pack=False)
         ids, masks, targets, trained = (

@@ -12,9 +12,14 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
+from tfdist.addons.hub.chat.answering import answers
 from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
 from tfdist.addons.hub.preferences.losses import GRPOLoss, Recorder
-from tfdist.addons.hub.preferences.reference import log_probabilities, without_adapters
+from tfdist.addons.hub.preferences.reference import (
+    check_adapters,
+    log_probabilities,
+    without_adapters,
+)
 from tfdist.collectives.objects import all_gather_object
 from tfdist.step.context import strategy_of
 from tfdist.utils import checks
@@ -112,15 +117,11 @@ class GRPO:
         self._average = checks.one_of("average", average, AVERAGES)
         self._scaled = checks.boolean("scaled", scaled)
         self._updates = checks.integer("updates", updates, minimum=1)
-        if tokenizer.template is None:
-            raise ValueError(
-                f"GRPO requires a chat template. Received: none in {tokenizer.folder}. Use a folder with one."
-            )
+        _ = tokenizer.needed_template
         self._strategy: Any = strategy_of(model)
         self._backbone = getattr(model, "chain_model", model).backbone
         if beta:
-            with without_adapters(self._backbone):
-                pass  # Checks that it is possible.
+            check_adapters(self._backbone)
         replica, self._replicas = 0, 1
         if self._strategy is not None and self._strategy.zero_stage < 3:
             rows = self._strategy.row_group
@@ -131,7 +132,6 @@ class GRPO:
         sampler = keras_hub.samplers.RandomSampler(
             seed=seed + replica, temperature=checks.number("temperature", temperature, above=0)
         )
-        options = {} if hasattr(model, "partition") else {"weighted_metrics": None}
         with contextlib.nullcontext() if self._strategy is None else self._strategy.scope():
             self._loss = GRPOLoss(
                 model.outputs[0].shape[-1],
@@ -141,7 +141,8 @@ class GRPO:
                 epsilon_high=epsilon_high,
                 chunk_size=chunk_size,
             )
-            model.compile(optimizer, self._loss, sampler=sampler, **options)
+            # The default metric of a task requires whole logits.
+            model.compile(optimizer, self._loss, sampler=sampler, weighted_metrics=None)
 
     def step(self, prompts: Sequence[Messages]) -> dict[str, float]:
         """Samples answers to prompts, and makes the updates.
@@ -177,21 +178,18 @@ class GRPO:
                 f"A step requires a prompt for each of {self._replicas} ranks that sample. Received: "
                 f"{len(prompts)} prompts."
             )
-        own = [self._sampled(prompt) for prompt in prompts[self._replica :: self._replicas]]
+        own = [
+            answers(self._model, self._tokenizer, prompt, length=self._length, count=self._group)
+            for prompt in prompts[self._replica :: self._replicas]
+        ]
         every = [own]
         if self._replicas > 1:
-            row_group = self._strategy.row_group
-            every = all_gather_object(own, row_group, name="grpo/samples")
+            every = all_gather_object(own, self._strategy.row_group, name="grpo/samples")
         # By prompt, in the order of the prompts.
         parts = [
             every[place % self._replicas][place // self._replicas] for place in range(len(prompts))
         ]
-        ids = np.concatenate([part[0] for part in parts])
-        begins, ends = (np.concatenate([part[at] for part in parts]) for at in (1, 2))
-        texts = [
-            self._tokenizer.decode(row[begin:end].tolist())
-            for row, begin, end in zip(ids, begins, ends - self._stopped(ids, ends), strict=True)
-        ]
+        texts = [text for part in parts for text in part.texts]
         asked = [prompt for prompt in prompts for _ in range(self._group)]
         rewards = np.asarray(self._reward(asked, texts), "float32")
         if rewards.shape != (len(texts),) or not np.isfinite(rewards).all():
@@ -199,39 +197,13 @@ class GRPO:
                 f"`reward` must return {len(texts)} finite numbers, one for each answer. Received: "
                 f"{checks.shown(rewards.tolist())}."
             )
-        return Samples(ids, begins, ends, texts, rewards)
-
-    def _sampled(self, prompt: Messages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The rows of the answers to a prompt, and the places where these begin and end."""
-        template: Any = self._tokenizer.template
-        text = template.render(tuple(prompt), "a prompt", add_generation_prompt=True)
-        ids = self._tokenizer.encode(text).ids
-        if len(ids) >= self._length:
-            raise ValueError(
-                f"A prompt must have fewer than {self._length} tokens. Received: {len(ids)} in {text[:80]!r}."
-            )
-        # As in `answer`.
-        rows = np.full([self._group, self._length], self._tokenizer.blank, "int32")
-        mask = np.zeros_like(rows, "bool")
-        rows[:, : len(ids)], mask[:, : len(ids)] = ids, True
-        stops = tuple(sorted(self._tokenizer.stops))
-        found = self._model.generate(
-            {"token_ids": rows, "padding_mask": mask}, stop_token_ids=stops
+        return Samples(
+            np.concatenate([part.ids for part in parts]),
+            np.repeat([part.begin for part in parts], self._group),
+            np.concatenate([part.ends for part in parts]),
+            texts,
+            rewards,
         )
-        rows = np.array(found["token_ids"], "int32")
-        begins = np.full([self._group], len(ids))
-        ends = np.full([self._group], self._length)
-        for number, row in enumerate(rows):
-            stopped = np.flatnonzero(np.isin(row[len(ids) :], stops))
-            if len(stopped):
-                ends[number] = len(ids) + stopped[0] + 1
-            rows[number, ends[number] :] = 0
-        return rows, begins, ends
-
-    def _stopped(self, ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """1 for rows that end in a token that stops generation."""
-        last = ids[np.arange(len(ids)), ends - 1]
-        return np.isin(last, sorted(self._tokenizer.stops)).astype("int")
 
     def _update(self, found: Samples, advantages: np.ndarray) -> float:
         count, length = found.ids.shape

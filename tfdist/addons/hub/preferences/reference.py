@@ -53,9 +53,8 @@ def _like(flags: np.ndarray, values: np.ndarray) -> np.ndarray:
     return flags.reshape(-1, *[1] * (values.ndim - 1))
 
 
-@contextlib.contextmanager
-def without_adapters(backbone: Any) -> Iterator[None]:
-    """Inside, the model computes without its LoRA adapters, as before they were trained.
+def check_adapters(backbone: Any) -> None:
+    """Checks that the model without its LoRA adapters is the one before they were trained.
 
     Raises:
         ValueError: Other weights are trained too, or there are no adapters.
@@ -68,6 +67,13 @@ def without_adapters(backbone: Any) -> Iterator[None]:
             "Log-probabilities without adapters require that only adapters are trained. Received: "
             f"{received}. Compute those of the reference model before training."
         )
+
+
+@contextlib.contextmanager
+def without_adapters(backbone: Any) -> Iterator[None]:
+    """Inside, the model computes without its LoRA adapters, which `check_adapters` allows."""
+    check_adapters(backbone)
+    variables = backbone.trainable_variables
     factors = [variable for variable in variables if variable.name.endswith("_b")]
     before = [tf.identity(variable.value) for variable in factors]
     try:
