@@ -259,8 +259,8 @@ LEGAL: dict[tuple[str, str], set[str]] = {
     **{
         ("tfdist-finetune", name): {"zero"}
         for name in (
-            *("lora_rank", "loss_chunk", "seed", "threads", "verbose", "watchdog_seconds"),
-            "zero_stage",
+            *("label_smoothing", "lora_rank", "loss_chunk", "patience", "sample_every", "seed"),
+            *("show", "threads", "verbose", "watchdog_seconds", "zero_stage"),
         )
     },
     ("tfdist-launch slurm", "max_restarts"): {"zero"},

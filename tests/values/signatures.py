@@ -12,14 +12,18 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
+import keras_hub
 import numpy as np
 
+import tests.addons.hub.chat
 import tfdist
 from tests.public import public_objects
 from tests.values.bad_values import bad_for
+from tfdist.addons.hub.chat.rows import Row
 from tfdist.collectives.local import LocalEngine
 from tfdist.extend import LayerSplit
 from tfdist.pipeline.simulation import simulate
@@ -53,6 +57,29 @@ def _model() -> keras.Model:
 
 def _gpt() -> keras.Model:
     return tfdist.models.gpt(8, num_layers=1, width=8, num_heads=2, max_length=4)
+
+
+def _new_task() -> Any:
+    backbone = keras_hub.models.GPT2Backbone(16, 1, 1, 8, 8, max_sequence_length=8)
+    return keras_hub.models.GPT2CausalLM(backbone)
+
+
+_task = functools.cache(_new_task)
+
+
+@functools.cache
+def _adapted_task() -> keras.Model:
+    task = _new_task()
+    task.backbone.enable_lora(2)
+    for variable in task.backbone.trainable_variables:
+        variable.trainable = variable.name.startswith("lora_")
+    return task
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    folder = Path(tests.addons.hub.chat.__file__).parent
+    return tfdist.addons.hub.ChatTokenizer(folder, template="{{ messages }}")
 
 
 class _TwoRanks(LocalEngine):
@@ -174,6 +201,14 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "over_batch.function": lambda: keras.losses.mse,
     "mean_of_rows.function": lambda: keras.losses.mse,
     "set_aggregation.aggregation": lambda: "max",
+    "ChatTokenizer.folder": lambda: Path(tests.addons.hub.chat.__file__).parent,
+    "GRPO.model": _task,
+    "export_peft.model": _adapted_task,
+    "separate_documents.task": _task,
+    "tokenizer": _tokenizer,
+    "reward": lambda: len,
+    "optimizer": keras.optimizers.SGD,
+    "chat_batches.rows": lambda: [Row((1, 2), (False, True), "file:1")],
     "directory": lambda: "checkpoints",
     "path": lambda: "checkpoints",
     "preset": lambda: "preset",
@@ -207,8 +242,11 @@ _KINDS: dict[str, str] = {
     "reduction": "str",
     "VocabParallelCrossEntropy.reduction": "str | None",
     "VocabParallelCrossEntropy.name": "str | None",
+    "PreferenceLoss.name": "str | None",
+    "reward": "Callable",
     "blockwise_attention.mask": "None",
     "blockwise_attention.query_offset": "None",
+    "blockwise_attention.document_starts": "None",
     "testing.engine.mesh": "Mesh | None",
     "testing.strategy.mesh": "Mesh | None",
 }
@@ -266,6 +304,15 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.addons.datasets.*.data_dir": {"newline", *_ANY_NAME},
     "tfdist.addons.datasets.loading.rank_split.index": {"zero"},
     "tfdist.addons.datasets.loading.rank_split.split": _ANY_NAME,
+    # Also a template without anything of Jinja.
+    "tfdist.addons.hub.ChatTokenizer.template": {
+        *("empty text", "blank", "zero byte", "newline"),
+        *_ANY_NAME,
+    },
+    **{f"tfdist.addons.hub.GRPO.{name}": _ZERO for name in ("beta", "epsilon", "epsilon_high")},
+    "tfdist.addons.hub.PreferenceLoss.label_smoothing": _ZERO,
+    "tfdist.addons.hub.chat_batches.pad": {"zero"},
+    "tfdist.addons.hub.*.path": {"newline", *_ANY_NAME},
     "tfdist.layers.Dropout.rate": _ZERO,
     **{f"tfdist.experts.MixtureOfExperts.{name}": _ZERO for name in _WEIGHTS},
     "tfdist.layers.blockwise_attention.scale": {*_ZERO, "minus one", "minus half"},

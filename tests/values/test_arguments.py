@@ -13,6 +13,8 @@ from tfdist.utils.checks import shown
 
 pytestmark = pytest.mark.usefixtures("no_old_garbage")
 
+#: There is no checkpoint, or no file, of that name.
+_MISSING = (StorageError, FileNotFoundError, IsADirectoryError)
 #: Of this process's time, for one call.
 _MOST_SECONDS = 2.0
 #: Calls that ask the network about a value that may be right.
@@ -50,8 +52,8 @@ def _wrong_with(outcome: Outcome) -> str:
         return f"it took {outcome.seconds:.1f} s"
     if error is None:
         return "" if case.is_legal else "it is taken"
-    if case.is_legal and isinstance(error, StorageError):
-        return ""  # There is no checkpoint of that name.
+    if case.is_legal and isinstance(error, _MISSING):
+        return ""
     text = str(error)
     if not isinstance(error, ValueError | TypeError):
         return f"{type(error).__name__}: {text}"
@@ -82,7 +84,7 @@ def test_what_is_listed_as_legal_is_taken_somewhere(outcomes):
     taken = {
         (pattern, outcome.case.value_name)
         for outcome in outcomes
-        if outcome.error is None or isinstance(outcome.error, StorageError)
+        if outcome.error is None or isinstance(outcome.error, _MISSING)
         for pattern in outcome.case.legal_by()
     }
     for pattern, names in LEGAL.items():

@@ -24,6 +24,7 @@ from keras import ops
 from tfdist.backend.keras.patching import Patch, apply_patches
 from tfdist.backend.keras.private import all_layers
 from tfdist.tensor_parallel.adapters import override
+from tfdist.utils import checks
 from tfdist.utils.temporary import attributes_set
 
 #: The families whose decoders were tested.
@@ -82,6 +83,7 @@ def separate_documents(task: Any) -> keras.Model:
     Raises:
         ValueError: The family is not supported.
     """
+    checks.instance("task", task, keras_hub.models.CausalLM, "a causal language model")
     backbone = task.backbone
     kind = type(backbone).__name__
     if kind not in FAMILIES:

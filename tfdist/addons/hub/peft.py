@@ -64,7 +64,7 @@ def export_peft(model: keras.Model, path: str | os.PathLike[str]) -> None:
         ValueError: The model has no adapters, other weights were trained, or KerasHub has no exporter for it.
     """
     folder = Path(checks.path("path", path))
-    check_exporter(model)
+    check_exporter(checks.instance("model", model, keras.Model, "a model"))
     backbone: Any = getattr(model, "backbone", model)
     layers = [layer for layer in all_layers(backbone) if getattr(layer, "lora_enabled", False)]
     _check(backbone, layers)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.addons.hub.preferences import programs
 from tests.conftest import on_ranks, slow_but
+from tests.processes import python
 
 pytest.importorskip("keras_hub")
 
@@ -113,3 +114,26 @@ def test_ranks_share_the_sampling(pool, tmp_path):
     rewards = [[step["reward"] for step in found] for found, _ in results]
     assert rewards[0] == rewards[1]
     assert np.mean(rewards[0][-3:]) > np.mean(rewards[0][:3])
+
+
+_SAVE = """
+import sys, keras
+from tfdist.addons.hub.preferences.losses import GRPOLoss, PreferenceLoss
+losses = [PreferenceLoss(8, kind="robust", label_smoothing=0.25), GRPOLoss(8, epsilon_high=0.25)]
+for loss in losses:
+    model = keras.Sequential([keras.Input((3, 2)), keras.layers.Dense(8)])
+    model.compile("sgd", loss)
+    model.save(f"{sys.argv[1]}/{loss.name}.keras")
+"""
+_LOAD = """
+import sys, keras, tfdist
+for name in ("preference_loss", "grpo_loss"):
+    loss = keras.models.load_model(f"{sys.argv[1]}/{name}.keras").loss
+    print(loss.name, loss.get_config().get("label_smoothing"), loss.get_config().get("epsilon_high"))
+"""
+
+
+def test_saved_models_load_with_the_losses(tmp_path):
+    python(_SAVE, str(tmp_path))
+    found = python(_LOAD, str(tmp_path)).splitlines()
+    assert found == ["preference_loss 0.25 None", "grpo_loss None 0.25"]

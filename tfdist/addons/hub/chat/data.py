@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from tfdist.addons.hub.chat.packing import Batch, packed
 from tfdist.addons.hub.chat.records import RecordError, read_records
-from tfdist.addons.hub.chat.rows import Row, rows_of
+from tfdist.addons.hub.chat.rows import TRUNCATIONS, Row, rows_of
 from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
+from tfdist.utils import checks
 
 #: Of ten conversations, one is for validation.
 _ONE_OF = 10
@@ -37,8 +38,13 @@ def read_rows(
 
     Raises:
         OSError: The file cannot be read.
+        ValueError: An argument is invalid.
         RecordError: A line is not a conversation with an answer, or a preference.
     """
+    checks.path("path", path)
+    checks.instance("tokenizer", tokenizer, ChatTokenizer, "a ChatTokenizer")
+    checks.integer("length", length, minimum=2)
+    checks.one_of("truncation", truncation, TRUNCATIONS)
     found = read_answers(path, tokenizer, 1, length=length, truncation=truncation)
     return [row for (row,) in found]
 
@@ -131,7 +137,18 @@ def chat_batches(
             accumulates; None for all, so that the mean of the losses of all batches is that of all tokens.
         seed: Of the order, another one in each epoch; None for the given order.
         pad: The id of padding.
+
+    Raises:
+        ValueError: An argument is invalid.
     """
+    if not checks.sequence("rows", rows, "rows") or not all(isinstance(row, Row) for row in rows):
+        raise checks.refuse("rows", rows, "a non-empty list of rows of `read_rows`")
+    checks.integer("size", size, minimum=1)
+    checks.integer("length", length, minimum=2)
+    checks.boolean("packing", packing)
+    checks.integer("updates", updates, minimum=1, optional=True)
+    checks.integer("seed", seed, minimum=0, optional=True)
+    checks.integer("pad", pad, minimum=0)
     batch = packed(rows, length, pad=pad, pack=packing)
     count = len(batch.ids)
     steps = -(-count // size)

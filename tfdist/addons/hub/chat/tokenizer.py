@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.addons.hub.chat.template import ChatTemplate, Span
+from tfdist.utils import checks
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _GENERATION = "generation_config.json"
@@ -48,7 +49,9 @@ class ChatTokenizer:
     """
 
     def __init__(self, folder: str | Path, template: str | None = None):
-        self.folder = Path(folder)
+        self.folder = Path(checks.path("folder", folder))
+        if template is not None:
+            checks.instance("template", template, str, "a template's source")
         self._tokenizer = _read_tokenizer(self.folder / _TOKENIZER)
         config = _read_json(self.folder / _CONFIG)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -125,7 +128,7 @@ def _read_tokenizer(path: Path):
         ) from error
     if not path.is_file():
         raise ValueError(
-            f"A folder with a tokenizer must have {_TOKENIZER}. Received: {str(path.parent)!r}."
+            f"`folder` must have {_TOKENIZER}. Received: folder={checks.shown(str(path.parent))}."
         )
     try:
         found = tokenizers.Tokenizer.from_file(str(path))

@@ -111,7 +111,10 @@ class GRPO:
         chunk_size: int | None = 1024,
         seed: int = 0,
     ):
-        self._model, self._tokenizer, self._reward = model, tokenizer, reward
+        self._model = checks.instance("model", model, keras.Model, "a causal language model")
+        self._tokenizer = checks.instance("tokenizer", tokenizer, ChatTokenizer, "a ChatTokenizer")
+        self._reward = checks.function("reward", reward)
+        checks.instance("optimizer", optimizer, keras.optimizers.Optimizer, "an optimizer of Keras")
         self._length = checks.integer("length", length, minimum=2)
         self._group = checks.integer("group", group, minimum=2)
         self._average = checks.one_of("average", average, AVERAGES)
@@ -120,7 +123,7 @@ class GRPO:
         _ = tokenizer.needed_template
         self._strategy: Any = strategy_of(model)
         self._backbone = getattr(model, "chain_model", model).backbone
-        if beta:
+        if checks.number("beta", beta, minimum=0):
             check_adapters(self._backbone)
         replica, self._replicas = 0, 1
         if self._strategy is not None and self._strategy.zero_stage < 3:
@@ -130,7 +133,8 @@ class GRPO:
         #: By the number of answers, whose shape the graph that writes log-probabilities has.
         self._recorders: dict[int, Recorder] = {}
         sampler = keras_hub.samplers.RandomSampler(
-            seed=seed + replica, temperature=checks.number("temperature", temperature, above=0)
+            seed=checks.integer("seed", seed, minimum=0) + replica,
+            temperature=checks.number("temperature", temperature, above=0),
         )
         with contextlib.nullcontext() if self._strategy is None else self._strategy.scope():
             self._loss = GRPOLoss(

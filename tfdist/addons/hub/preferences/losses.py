@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -83,6 +84,7 @@ class Recorder:
         return self._found.numpy()[:-1], self._known.numpy()[:-1]
 
 
+@keras.saving.register_keras_serializable(package="tfdist")
 class PreferenceLoss(LogProbabilityLoss):
     """The loss of each pair of a chosen and a rejected answer.
 
@@ -104,7 +106,7 @@ class PreferenceLoss(LogProbabilityLoss):
         beta: Above 0.
         label_smoothing: At least 0 and below 0.5.
         name: The loss's name.
-        **options: `chunk_size`, `dtype` and `reduction` of `VocabParallelCrossEntropy`.
+        **kwargs: `chunk_size`, `dtype` and `reduction` of `VocabParallelCrossEntropy`.
 
     Raises:
         ValueError: An argument is invalid.
@@ -118,17 +120,17 @@ class PreferenceLoss(LogProbabilityLoss):
         beta: float = 0.1,
         label_smoothing: float = 0.0,
         name: str = "preference_loss",
-        **options,
+        **kwargs,
     ):
-        super().__init__(vocabulary_size, name=name, **options)
+        super().__init__(vocabulary_size, name=name, **kwargs)
         self.kind = checks.one_of("kind", kind, KINDS)
         self.beta = checks.number("beta", beta, above=0)
-        self.label_smoothing = checks.number("label_smoothing", label_smoothing, minimum=0)
-        if self.label_smoothing >= 0.5 or (
-            self.label_smoothing and kind not in ("conservative", "robust")
-        ):
+        self.label_smoothing = checks.number(
+            "label_smoothing", label_smoothing, minimum=0, below=0.5
+        )
+        if self.label_smoothing and kind not in ("conservative", "robust"):
             raise ValueError(
-                "`label_smoothing` must be below 0.5, and requires the kinds conservative or robust. "
+                "`label_smoothing` requires the kinds conservative or robust. "
                 f"Received: label_smoothing={label_smoothing}, kind={kind!r}."
             )
 
@@ -159,6 +161,7 @@ class PreferenceLoss(LogProbabilityLoss):
         return {**super().get_config(), **own}
 
 
+@keras.saving.register_keras_serializable(package="tfdist")
 class GRPOLoss(LogProbabilityLoss):
     """The loss of each token of sampled answers, by the advantage of the answer.
 
@@ -176,7 +179,7 @@ class GRPOLoss(LogProbabilityLoss):
         epsilon: The most that a ratio counts below 1.
         epsilon_high: The most that a ratio counts above 1; None for `epsilon`.
         name: The loss's name.
-        **options: `chunk_size`, `dtype` and `reduction` of `VocabParallelCrossEntropy`.
+        **kwargs: `chunk_size`, `dtype` and `reduction` of `VocabParallelCrossEntropy`.
 
     Source: Shao et al. 2024, arXiv:2402.03300; Yu et al. 2025, arXiv:2503.14476, for `epsilon_high`.
     """
@@ -190,10 +193,10 @@ class GRPOLoss(LogProbabilityLoss):
         epsilon: float = 0.2,
         epsilon_high: float | None = None,
         name: str = "grpo_loss",
-        **options,
+        **kwargs,
     ):
-        options.setdefault("reduction", "sum")
-        super().__init__(vocabulary_size, name=name, **options)
+        kwargs.setdefault("reduction", "sum")
+        super().__init__(vocabulary_size, name=name, **kwargs)
         self.on_policy = checks.boolean("on_policy", on_policy)
         self.beta = checks.number("beta", beta, minimum=0)
         self.epsilon = checks.number("epsilon", epsilon, minimum=0, maximum=1)
