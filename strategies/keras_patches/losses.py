@@ -41,15 +41,13 @@ def _reduce(
         return tf.math.divide_no_nan(loss, tf.cast(_share(step), loss.dtype))
     if reduction in ("mean", "sum_over_batch_size") and mask is not None:
         # A masked mean is divided by the valid entries of this rank, and must be by those of all ranks.
-        _refuse_microbatches(step, "outputs with a Keras mask")
         divisor = tf.reduce_sum(tf.cast(mask, "float32"))
     elif reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
-        _refuse_microbatches(step, f"reduction={reduction!r}")
         weights = loss_module.apply_mask(sample_weight, mask, loss.dtype, reduction)
         divisor = tf.cast(tf.reduce_sum(weights), "float32")
     else:
         return loss
-    return loss * tf.cast(step.share_of(divisor), loss.dtype)
+    return loss * tf.cast(step.share_of(divisor) * _num_parts(step), loss.dtype)
 
 
 def of_each_sample(loss):
@@ -74,18 +72,3 @@ def _num_parts(step: KerasStep) -> int:
 def _share(step: KerasStep) -> tf.Tensor:
     """The share of the samples of a step in one loss."""
     return step.gradient_share / _num_parts(step)
-
-
-def _refuse_microbatches(step: KerasStep, what: str) -> None:
-    """Checks that a loss that is divided by a sum over samples is not computed for micro-batches.
-
-    Raises:
-        ValueError: The step is that of a pipeline with several micro-batches.
-    """
-    if _num_parts(step) > 1:
-        raise ValueError(
-            f"A loss with {what} is not supported with several micro-batches: it is a mean over the valid "
-            f"entries of the whole batch. Received: num_microbatches={_num_parts(step)} in "
-            f"`{step.model.name}`. Set the `sample_weight` of other entries to 0 and use a loss with "
-            "reduction='sum_over_batch_size', or use num_microbatches=1."
-        )

@@ -13,10 +13,18 @@ from tfdist.pipeline import PipelineModel
 from tfdist.testing import strategy
 
 ROWS, BATCH = 16, 8
-KINDS = ["sum", "each", "weights", "class_weights", "none"]
+KINDS = [
+    "sum",
+    "each",
+    "weights",
+    "class_weights",
+    "none",
+    "over_weights",
+    "ignored",
+    "two_outputs",
+]
 REFUSED = {
-    "over_weights": "mean_with_sample_weight",
-    "mask": "outputs with a Keras mask",
+    "mask": "a mask that earlier stages compute",
 }
 
 
@@ -29,6 +37,9 @@ def build(kind: str):
             keras.layers.Masking(),
             keras.layers.LSTM(3, return_sequences=True),
         ]
+    if kind == "two_outputs":
+        hidden = keras.layers.Dense(8, activation="tanh")(inputs := keras.Input((6,)))
+        return keras.Model(inputs, [keras.layers.Dense(3)(hidden) for _ in range(2)])
     return keras.Sequential(layers)
 
 
@@ -44,10 +55,18 @@ def train(strategy, kind: str):
         if strategy is not None:
             model = PipelineModel(model, num_microbatches=2)
         loss = programs.cross_entropy(reduction=reductions.get(kind, "sum_over_batch_size"))
-        model.compile(keras.optimizers.SGD(0.02), loss, metrics=["accuracy"])
+        if kind == "ignored":
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=2)
+        if kind == "two_outputs":
+            loss = [programs.cross_entropy(reduction="mean_with_sample_weight"), loss]
+        metrics = None if kind == "two_outputs" else ["accuracy"]
+        model.compile(keras.optimizers.SGD(0.02), loss, metrics=metrics)
     options: dict = {}
     if kind in ("weights", "over_weights"):
         options["sample_weight"] = weights
+    if kind == "two_outputs":
+        y = [y, (y + 1) % 3]
+        options["sample_weight"] = [weights, weights[::-1].copy()]
     if kind == "class_weights":
         options["class_weight"] = {0: 1.0, 1: 3.0, 2: 0.5}
     history = model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, **options)

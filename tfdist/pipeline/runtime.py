@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.keras.attributes import count_batch
-from tfdist.collectives import Group
+from tfdist.collectives import Group, all_reduce
 from tfdist.gradients.non_finite import guard_of
 from tfdist.pipeline.executor import Route, run_forward, run_schedule
 from tfdist.pipeline.partition import Partition
@@ -21,6 +21,8 @@ from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram, trace_stage
 from tfdist.sharding.layout import layout_of
 from tfdist.step.context import current_step, current_strategy
+from tfdist.step.keras_step import Divisors
+from tfdist.utils.temporary import attributes_set
 
 
 class PipelineRuntime:
@@ -59,13 +61,15 @@ class PipelineRuntime:
         given = {number: microbatches(tensor, rows, count) for number, tensor in inputs.items()}
         parts = [microbatches(tensor, rows, count) for tensor in _flat(batch)]
         step = current_step()
-        if step is not None and len(self.chain.outputs) > 1:
-            # Made once for the losses of all outputs, and outside of the graphs of stages.
+        if step is not None:
+            # Made once for all losses, and outside of the graphs of stages.
             _ = step.gradient_share
         with self._whole_parameters() as to_shards:
             programs = {
                 stage: self._program(model, stage, route, batch, static) for stage in self.stages
             }
+        if self.last_stage in programs:
+            parts.append([self._divisors(programs[self.last_stage], given, parts)] * count)
         sums, times = run_schedule(
             self.schedule,
             programs,
@@ -119,6 +123,18 @@ class PipelineRuntime:
                 found[id(variable)] = before if gradient is None else gradient
         self.placement.sum_tied(found)
         return found
+
+    def _divisors(self, last: StageProgram, inputs: Mapping, parts: Sequence) -> tf.Tensor:
+        """What the losses of the last stage are divided by, over all micro-batches and ranks: see `Divisors`."""
+        step = current_step()
+        if last.divisors is None or step is None:
+            return tf.zeros([0])
+        own = []
+        for microbatch in range(self.schedule.num_microbatches):
+            tensors = {name: inputs[number][microbatch] for number, name in last.inputs.items()}
+            tensors |= zip(last.batch, (part[microbatch] for part in parts), strict=False)
+            own.append(tf.stack(list(last.divisors(tensors).values())))
+        return all_reduce(tf.add_n(own), step.gradient_group, name="loss-divisors")
 
     def forward(self, x):
         """Adds a forward pass to the graph.
@@ -222,7 +238,7 @@ class PipelineRuntime:
         return tf.add_n(scalars) if scalars else None
 
     def _program(self, model, stage: int, route: Route, batch, rows: int | None) -> StageProgram:
-        chain, segments = self.chain, self.partition.segments(stage)
+        chain, segments, step = self.chain, self.partition.segments(stage), current_step()
         is_last = stage == self.last_stage
 
         def scaled(loss):
@@ -236,15 +252,19 @@ class PipelineRuntime:
             return scaled(total)
 
         def loss(tensors, *of_batch):
-            y, sample_weight = _packed(batch, of_batch)
+            divisors = Divisors(of_batch[-1], [])
+            y, sample_weight = _packed(batch, of_batch[:-1])
             # Operations of the stage's graph, also if an output is an input.
             outputs = [with_provenance(tf.identity, tensors[number]) for number in chain.outputs]
             rows = tf.shape(tensors[with_rows[0]])[0]
-            total = count_batch(model, y, chain.as_outputs(outputs), sample_weight, rows)
+            with contextlib.ExitStack() as stack:
+                if step is not None:
+                    stack.enter_context(attributes_set(step, divisors=divisors))
+                total = count_batch(model, y, chain.as_outputs(outputs), sample_weight, rows)
             guard = guard_of(model)
             if guard is not None:
                 guard.note(total)
-            return scaled(total)
+            return scaled(total), divisors.own
 
         read = {number for segment in segments for number in segment.reads}
         if is_last:
@@ -255,6 +275,7 @@ class PipelineRuntime:
         if not with_rows:
             inputs = with_rows = [chain.inputs[0]]
         batch_specs = [tf.TensorSpec((rows, *t.shape[1:]), t.dtype) for t in _flat(batch)]
+        batch_specs.append(tf.TensorSpec([None], tf.float32))  # Of `Divisors`.
         return trace_stage(
             chain,
             segments,

@@ -36,6 +36,7 @@ class StageProgram:
             IndexedSlices, or none.
         same_rows: For each variable whether its gradient is an IndexedSlices with the same indices for
             every micro-batch, such as those of positions.
+        divisors: Computes from inputs and batch what losses are divided by; None if they are means over samples.
     """
 
     forward: Subgraph
@@ -49,6 +50,7 @@ class StageProgram:
     dx: dict[int, str]
     gradients: tuple[tuple[str, ...], ...]
     same_rows: tuple[bool, ...]
+    divisors: Subgraph | None
 
 
 def trace_stage(
@@ -78,9 +80,12 @@ def trace_stage(
         extra_loss: Called with the losses of layers and the number of rows; returns the stage's addition to
             the loss, scaled as `loss` is, or None.
         loss: On the last stage: from all tensors by number and the tensors of the micro-batch to the
-            scalar to differentiate.
+            scalar to differentiate, and the scalars of `StageProgram.divisors`.
         batch: On the last stage: the specifications of the tensors of the micro-batch.
         splits_backward: Whether gradients of weights become a separate function.
+
+    Raises:
+        ValueError: What a loss is divided by depends on tensors from the previous stage.
     """
     marks: dict = {}
     with_gradient = chain.with_gradient()
@@ -114,7 +119,7 @@ def trace_stage(
             extra = extra_loss(losses, tf.shape(arrived[rows_of])[0])
             targets, seeds = [sent[number] for number in returned], list(dy.values())
             if loss is not None:
-                total = loss(tensors, *rest)
+                total, marks["divisors"] = loss(tensors, *rest)
                 targets = [total if extra is None else total + extra]
                 seeds = [tf.ones_like(targets[0])]
             elif extra is not None:
@@ -142,7 +147,7 @@ def trace_stage(
             for each in gradients
         )
         marks.update(forward=forward, all=set(graph.get_operations()), back=back)
-        marks.update(arrived=arrived, sent=sent, dy=dy, rest=rest)
+        marks.update(arrived=arrived, inputs=inputs, sent=sent, dy=dy, rest=rest)
         marks.update(components=components, same_rows=same_rows)
 
     likes = [*x.values(), *inputs.values(), *(y[number] for number in returned), *batch]
@@ -182,4 +187,24 @@ def trace_stage(
         dx=names(dx),
         gradients=tuple(tuple(t.name for t in some) for some in marks["components"]),
         same_rows=marks["same_rows"],
+        divisors=_divisors(graph, forward, marks),
     )
+
+
+def _divisors(graph, forward: set, marks: dict) -> Subgraph | None:
+    """What losses are divided by, as a function of what is known before the first micro-batch."""
+    wanted = marks.get("divisors")
+    if not wanted:
+        return None
+    (found,) = split_graph(graph, [ancestors(wanted, forward)], [wanted])
+    known = {tensor.name for tensor in marks["rest"]} | {
+        tensor.name for number, tensor in marks["arrived"].items() if number in marks["inputs"]
+    }
+    if not known.issuperset(found.inputs):
+        raise ValueError(
+            "A loss that is divided by a mask or by weights requires, with several micro-batches, that "
+            "these follow from targets and sample weights. Received: a mask that earlier stages compute. Set "
+            "the `sample_weight` of other entries to 0 and use reduction='sum_over_batch_size', or use "
+            "num_microbatches=1."
+        )
+    return found

@@ -21,6 +21,24 @@ from tfdist.step.local_steps import group_in_step
 from tfdist.step.token_split import TokenSplit
 
 
+@dataclasses.dataclass(frozen=True)
+class Divisors:
+    """What losses are divided by that are no mean over samples, where a graph is made for one of several micro-batches.
+
+    Attributes:
+        totals: The sums over all micro-batches and ranks, in the order in which the losses are made: [losses].
+        own: Those of the micro-batch: scalars, which are added here.
+    """
+
+    totals: tf.Tensor
+    own: list[tf.Tensor]
+
+    def total(self, own: tf.Tensor) -> tf.Tensor:
+        """The sum of a scalar over micro-batches and ranks."""
+        self.own.append(tf.cast(own, self.totals.dtype))
+        return tf.cast(self.totals[len(self.own) - 1], own.dtype)
+
+
 @dataclasses.dataclass(eq=False)
 class KerasStep:
     """One `train_step` or `test_step` of a Keras model, on this rank's part of the batch.
@@ -39,6 +57,7 @@ class KerasStep:
         arguments: The arguments of the step.
         outputs: The return value of the step, after it has returned.
         tokens: How sequences are split; None if each rank has whole ones.
+        divisors: In the graph of a micro-batch; otherwise None.
     """
 
     model: Any
@@ -47,6 +66,7 @@ class KerasStep:
     group: Group
     in_step: frozenset[int] | None = None
     tokens: TokenSplit | None = None
+    divisors: Divisors | None = None
     arguments: Sequence = ()
     outputs: Any = None
 
@@ -111,7 +131,10 @@ class KerasStep:
         A loss that is divided by something other than the number of samples (a mask, weights) is multiplied
         by this, so that the gradient is right after it is weighted by the share.
         """
-        total = all_reduce(local, self.gradient_group, name="loss-divisor")
+        if self.divisors is not None:
+            total = self.divisors.total(local)
+        else:
+            total = all_reduce(local, self.gradient_group, name="loss-divisor")
         return tf.math.divide_no_nan(local, total * tf.cast(self.gradient_share, local.dtype))
 
 
