@@ -63,7 +63,7 @@ def hugging_face(folder: Path) -> Iterator[tuple[str, list[str]]]:
             if self.command == "GET":
                 self.wfile.write(body)
 
-        def do_GET(self) -> None:  # noqa: N802 - The name that `http.server` requires.
+        def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             info, resolve = f"/api/models/{REPOSITORY}", f"/{REPOSITORY}/resolve/{COMMIT}/"
             if path.startswith(f"{info}/tree/"):
@@ -89,7 +89,7 @@ def hugging_face(folder: Path) -> Iterator[tuple[str, list[str]]]:
                 code = "RepoNotFound" if REPOSITORY not in path else "EntryNotFound"
                 self._send(404, b"{}", "application/json", X_Error_Code=code)
 
-        do_HEAD = do_GET  # noqa: N815
+        do_HEAD = do_GET
 
         def log_message(self, *_) -> None:
             pass
