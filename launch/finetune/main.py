@@ -154,7 +154,7 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
             text = _answer(given, writer, data.tokenizer)
         lines.append(f"{task.name} writes:\n{text}")
     if given.output is not None:
-        lines.append(f"Saved: {', '.join(_save(given, task, data.preprocessor))}")
+        lines.append(f"Saved: {', '.join(_save(given, task, model, data.preprocessor))}")
     loss = history.history["val_loss"][-1]
     if given.optimizer.averages:  # They replace the weights at the end of `fit`.
         loss = model.evaluate(data.validation, verbose=0)
@@ -267,8 +267,8 @@ def _load(given: FinetuneOptions):
     return task
 
 
-def _save(given: FinetuneOptions, task, preprocessor) -> list[str]:
-    """Writes the result, in each format; the paths."""
+def _save(given: FinetuneOptions, task, model, preprocessor) -> list[str]:
+    """Writes the result, in each format, and has transformers read it; the paths."""
     place = Path(str(given.output)).expanduser()
     task.preprocessor = preprocessor
     place.mkdir(parents=True, exist_ok=True)
@@ -280,6 +280,7 @@ def _save(given: FinetuneOptions, task, preprocessor) -> list[str]:
         saved = [str(place)]
     for kind in given.export:
         from tfdist.addons import hub
+        from tfdist.addons.hub.verifying import has_transformers
 
         saved.append(str(place / kind))
         try:
@@ -289,6 +290,13 @@ def _save(given: FinetuneOptions, task, preprocessor) -> list[str]:
                 task.export_to_transformers(place / kind, dequantize=given.quantize != "none")
         except (ImportError, ValueError) as error:
             raise UsageError(f"--export={kind} is not supported: {error}") from error
+        if given.verify_with is not None or has_transformers():
+            try:
+                apart = hub.verify_export(model, place / kind, python=given.verify_with)
+            except ValueError as error:
+                raise UsageError(f"--export={kind} was written, but is wrong: {error}") from error
+            if apart is not None:
+                saved[-1] += f" (transformers: its logits, within {apart:.1g})"
     return saved
 
 

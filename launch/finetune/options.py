@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 from tfdist.launch.finetune.chat import ChatOptions
@@ -64,6 +65,11 @@ class FinetuneOptions:
         (),
         "hf: merged weights for transformers and vLLM, in OUTPUT/hf; peft: an adapter, in OUTPUT/peft",
     )
+    verify_with: str | None = option(
+        None,
+        "Python with transformers, which must compute the model's logits from each export [this one, if it has "
+        "transformers]",
+    )
     patience: int = option(
         0, "Epochs without a lower validation loss before training ends; 0: no end", least=0
     )
@@ -101,6 +107,11 @@ class FinetuneOptions:
                 "--export=peft is not supported with --train_biases, which an adapter of PEFT does not "
                 "have. Use --export=hf. Received: both."
             )
+
+        if not self.export:
+            refuse_ignored(self, ["verify_with"], "requires --export", "no --export")
+        if self.verify_with is not None and shutil.which(self.verify_with) is None:
+            raise refuse("verify_with", self.verify_with, "the interpreter of an environment")
 
     def check(self) -> Layout:
         """Check the options before the rendezvous of the ranks.

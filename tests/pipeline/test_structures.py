@@ -116,3 +116,29 @@ def test_no_cut_where_a_mask_leads_on():
         ["Dense"],
         ["Dense"],
     ]
+
+
+def of_few_rows(strategy, rows: int):
+    """Outputs and loss of batches whose static number of rows is less than that of micro-batches."""
+    programs.start()
+    with programs.scope(strategy):
+        model = named()
+        if strategy is not None:
+            model = PipelineModel(model, num_microbatches=4)
+        model.compile(keras.optimizers.SGD(0.1), programs.cross_entropy())
+    batches = tf.data.Dataset.from_tensor_slices(data("named")).batch(rows, drop_remainder=True)
+    predictions = model.predict(batches.take(2), verbose=0)
+    return tf.nest.flatten(predictions)[0], model.evaluate(batches.take(2), verbose=0)
+
+
+def few_rows_on_rank(rows: int):
+    return of_few_rows(strategy(Mesh(pipeline=2)), rows)
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fewer_rows_than_microbatches(pool, one_process, rows):
+    ((expected, loss),) = one_process.run(of_few_rows, None, rows)
+    for predictions, found in pool.run(few_rows_on_rank, rows, timeout=60):
+        np.testing.assert_allclose(predictions, expected, atol=1e-6)
+        assert found == pytest.approx(loss, rel=1e-6)

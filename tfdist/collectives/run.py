@@ -227,6 +227,9 @@ def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = 
     Returns:
         The tensor, once it has been handed to the transport. It is sent even if the result is not used.
     """
+    if tensor.shape.num_elements() == 0 and not tf.executing_eagerly():
+        # TensorFlow would prune a message that it knows to be empty, for which the receiver may wait.
+        tensor = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None] * tensor.shape.rank)
     engine, other = group.engine, group.ranks[to]
     pair = engine.pair(other)
     call = Call("send", pair, f"{engine.rank}-to-{other}/{name or SEND_NAME}")
@@ -262,8 +265,6 @@ def receive_tensor(
         return tf.bitcast(halves, dtype)
     static = tf.TensorShape([size if isinstance(size, int) else None for size in shape])
     elements = static.num_elements()
-    if elements == 0:
-        return tf.zeros(shape, dtype)
     engine, other = group.engine, group.ranks[source]
     pair = engine.pair(other)
     transport, on_host = _transport("receive", pair, dtype)
@@ -283,7 +284,7 @@ def _use(sent: tf.Tensor, name: str, on_host: bool) -> None:
     TensorFlow prunes operations whose outputs are not used, unless they are marked as stateful, which
     those of some engines are not. So an element is written to a variable.
     """
-    if tf.executing_eagerly() or sent.shape.num_elements() == 0:
+    if tf.executing_eagerly():
         return
     with tf.init_scope(), tf.device("/CPU:0" if on_host else devices.device_name()):
         handle = tf.raw_ops.VarHandleOp(

@@ -179,14 +179,13 @@ class TensorFlowEngine(Engine):
             )
         # TensorFlow identifies an instance by its key, whose dtype and shape are those of the first
         # run. The key is computed from the name, so that it is the same when a function is traced
-        # again, and from the shape; sizes that are unknown in the graph are added at run time.
-        instance = _number(f"{name}:{tensor.dtype.name}:{tensor.shape}")
+        # again, and from the sizes, of which a rank may know at run time what another one knows before.
+        sizes = [size * _number(f"dim {dim}") for dim, size in enumerate(shape_of(tensor))]
+        known = sum(size for size in sizes if isinstance(size, int))
+        instance = _number(f"{name}:{tensor.dtype.name}") + known & checks.LARGEST
         if not tensor.shape.is_fully_defined():
-            sizes = tf.shape(tensor)
-            weights = tf.constant([_number(f"dim {dim}") for dim in range(tensor.shape.rank)])
-            instance = tf.bitwise.bitwise_and(
-                instance + tf.reduce_sum(sizes * weights), tf.constant(0x7FFFFFFF)
-            )
+            rest = tf.add_n([size for size in sizes if not isinstance(size, int)])
+            instance = tf.bitwise.bitwise_and(instance + rest, tf.constant(checks.LARGEST))
         return {
             "group_size": group.size,
             # TensorFlow refuses a group of devices of two types.
@@ -201,18 +200,18 @@ class TensorFlowEngine(Engine):
 
 def _number(text: str) -> int:
     """A positive int32 that is the same for the same text on all ranks."""
-    return zlib.crc32(text.encode()) & 0x7FFFFFFF
+    return zlib.crc32(text.encode()) & checks.LARGEST
 
 
 def _never_empty(tensor: tf.Tensor):
     """Returns a vector that has at least one element, and a function that restores results.
 
-    TensorFlow's ring crashes the process on tensors without elements. If the size is unknown in the
-    graph, one element is appended.
+    TensorFlow's ring crashes the process on tensors without elements.
     """
-    if tensor.shape.num_elements() is not None:
+    if tensor.shape.num_elements():
         return tensor, lambda result: result
-    return _padded(tensor, 1), lambda result: result[:-1]
+    size = tf.size(tensor)
+    return _padded(tensor, tf.cast(size == 0, tf.int32)), lambda result: result[:size]
 
 
 def _padded(tensor: tf.Tensor, count, dim: int = 0) -> tf.Tensor:

@@ -255,6 +255,30 @@ def exported_adapter(name: str, checkpoint: str, folder: str, options: dict, dty
     task.export_to_transformers(f"{folder}/merged")
 
 
+def verified(checkpoint: str, folder: str, python: str, dtype: str) -> tuple[float, str, str]:
+    """What is found of an export, of one with the heads of a query in another order, and of no export."""
+    from safetensors.numpy import load_file, save_file
+
+    from tfdist.addons.hub import verify_export
+
+    keras.backend.clear_session()
+    task = load("Llama3", checkpoint, "plain", dtype)
+    task.export_to_transformers(f"{folder}/exported")
+    right = verify_export(task, f"{folder}/exported", python=python)
+    file = Path(folder, "exported", "model.safetensors")
+    weights = load_file(file)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = np.ascontiguousarray(weights[name][::-1])
+    save_file(weights, file, metadata={"format": "pt"})
+    said = []
+    for place in ("exported", "none"):
+        try:
+            verify_export(task, f"{folder}/{place}", python=python)
+        except ValueError as error:
+            said.append(str(error))
+    return (right, *said)
+
+
 def adapter_refused(checkpoint: str, folder: str) -> list[str]:
     """What is said of models that have no adapters, or more than these."""
     from tfdist.addons.hub import export_peft

@@ -299,6 +299,20 @@ def test_transformers_reads_what_ranks_export(pool, one_process, tmp_path, name)
         assert line["apart"] <= 1e-5, line
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_files_that_are_wrong_are_found(one_process, tmp_path, dtype):
+    if not TRANSFORMERS.exists():
+        pytest.skip("transformers is not installed: `make peers` makes its environment.")
+    checkpoint = exports.write_checkpoint("Llama3", tmp_path / "checkpoint")
+    ((right, wrong, none),) = one_process.run(
+        exports.verified, checkpoint, str(tmp_path), str(TRANSFORMERS), dtype, timeout=240
+    )
+    assert right < (1e-5 if dtype == "float32" else 2e-3)
+    assert "must compute the logits of the exported model" in wrong
+    assert "must read" in none and str(tmp_path / "none") in none
+
+
 BESIDE = {
     "tokenizer.json": "{}",
     "tokenizer_config.json": '{"chat_template": "x"}',

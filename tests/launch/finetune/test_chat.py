@@ -16,6 +16,7 @@ from tests.launch.processes import BIN, run
 pytest.importorskip("keras_hub")
 pytest.importorskip("safetensors")
 
+TRANSFORMERS = Path(__file__).parents[3] / ".peers" / "torch" / "bin" / "python"
 PROGRAM = os.path.join(BIN, "tfdist-finetune")
 RUN = [os.path.join(BIN, "tfdist-run"), "-np=2"]
 TOKENIZER = Path(__file__).parents[2] / "addons" / "hub" / "chat" / "tokenizer.json"
@@ -158,6 +159,22 @@ def test_adapters_leave_in_each_format(folder, conversations, tmp_path):
         "adapter_model.safetensors",
     }
     assert (tmp_path / "hf" / "tokenizer.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data", "tensor", "zero", "pipeline"])
+def test_transformers_verifies_each_export(folder, conversations, tmp_path, layout):
+    if not TRANSFORMERS.exists():
+        pytest.skip("transformers is not installed: `make peers` makes its environment.")
+    flags = [
+        *(*command(folder, conversations), *LAYOUTS[layout], "--lora_rank=4", "--packing"),
+        *(f"--output={tmp_path}", "--export=hf,peft", f"--verify_with={TRANSFORMERS}"),
+    ]
+    job = run([*RUN, "--", *flags], timeout=300)
+    told(job)
+    found = re.findall(r"(hf|peft) \(transformers: its logits, within (\S+)\)", job.stdout)
+    assert [kind for kind, _ in found] == ["hf", "peft"], job.stdout
+    assert all(float(apart) < 1e-5 for _, apart in found), found
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tfdist.addons.hub.preferences.grpo import GRPO as GRPO
     from tfdist.addons.hub.preferences.losses import PreferenceLoss as PreferenceLoss
     from tfdist.addons.hub.presets import load_preset as load_preset
+    from tfdist.addons.hub.verifying import verify_export as verify_export
 
 _PUBLIC = {
     "ChatTokenizer": "tfdist.addons.hub.chat.tokenizer",
@@ -27,6 +28,7 @@ _PUBLIC = {
     "export_peft": "tfdist.addons.hub.peft",
     "read_rows": "tfdist.addons.hub.chat.data",
     "separate_documents": "tfdist.addons.hub.documents",
+    "verify_export": "tfdist.addons.hub.verifying",
 }
 _HOMES = {
     **_PUBLIC,
