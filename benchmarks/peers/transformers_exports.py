@@ -4,8 +4,8 @@
     .peers/torch/bin/python benchmarks/peers/transformers_exports.py check FOLDER...
 
 `make` writes a file for each family: a tiny model, and its logits as it is, with adapters, with the
-matrices rounded to int8, and with both. A folder for `check` has the logits beside the model, in
-`expected.npz`; a line says by how much those of transformers differ.
+matrices rounded to int8, and with both. A folder for `check` has the logits beside the model or the adapter of PEFT,
+in `expected.npz`; a line says by how much those of transformers differ.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 KINDS = ("plain", "lora", "int8", "lora on int8")
@@ -112,7 +113,11 @@ def check(folders: list[str]) -> None:
         expected = np.load(folder / "expected.npz")
         is_task = "logits" in expected
         kind = AutoModelForCausalLM if is_task else AutoModel
-        model = kind.from_pretrained(folder).eval().float()
+        if "base" in expected:
+            base = kind.from_pretrained(str(expected["base"]))
+            model = PeftModel.from_pretrained(base, folder).eval().float()
+        else:
+            model = kind.from_pretrained(folder).eval().float()
         found = _logits(model, expected["tokens"])
         apart = np.abs(found - expected["logits" if is_task else "outputs"]).max()
         print(

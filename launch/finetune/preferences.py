@@ -111,12 +111,14 @@ class PreferenceOptions:
 def _log_probabilities(pairs: Any, model: Any, rows: int, chunk_size: int | None) -> Any:
     """The log-probability of each answer: [pairs, 2]. Compiles the model for the pass."""
     from tfdist.addons.hub.preferences.losses import LogProbabilityLoss, Recorder
-    from tfdist.addons.hub.preferences.reference import log_probabilities
+    from tfdist.addons.hub.preferences.reference import (
+        compile_without_metrics,
+        log_probabilities,
+    )
 
     with model.distribute_strategy.scope():
         loss = LogProbabilityLoss(model.outputs[0].shape[-1], chunk_size=chunk_size)
-        # The default metric of a task requires whole logits.
-        model.compile(loss=loss, weighted_metrics=None)
+        compile_without_metrics(model, loss=loss)
     recorder = Recorder(2 * len(pairs))
     found = log_probabilities(model, pairs.rows(rows), recorder, loss)
     return found.reshape(len(pairs), 2)

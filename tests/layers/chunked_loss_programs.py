@@ -30,7 +30,10 @@ def train(mesh: dict | None, chunk_size: int | None, rows: int, policy="float32"
     random = np.random.default_rng(0)
     x, y = (random.integers(0, VOCABULARY, (rows, TIME), "int32") for _ in range(2))
     weights = random.random((rows, TIME)).astype("float32")
-    if chunk_size is None:
+    # Before the scope of its model, where many scripts make it.
+    if chunk_size is not None:
+        loss = layers.VocabParallelCrossEntropy(VOCABULARY, chunk_size=chunk_size)
+    else:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     calls, original = [], losses.chunked_cross_entropy
 
@@ -42,8 +45,6 @@ def train(mesh: dict | None, chunk_size: int | None, rows: int, policy="float32"
     keras.config.set_dtype_policy(policy)
     try:
         with scope(mesh):
-            if chunk_size is not None:
-                loss = layers.VocabParallelCrossEntropy(VOCABULARY, chunk_size=chunk_size)
             if options.pop("hub", False):
                 model, x = hub_model(x)
             else:

@@ -77,7 +77,8 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
         product = None if self.chunk_size is None else product_behind(logits)
         if logits.dtype.size < 4:
             logits = tf.cast(logits, tf.float32)
-        size, group = self.vocabulary_size, self._group
+        # A loss may have been made before the scope of its model.
+        size, group = self.vocabulary_size, tensor_group() if self._group is None else self._group
         share = size if group is None else -(-size // group.size)
         if logits.shape[-1] == size:
             group = None

@@ -264,7 +264,7 @@ def verified(checkpoint: str, folder: str, python: str, dtype: str) -> tuple[flo
     keras.backend.clear_session()
     task = load("Llama3", checkpoint, "plain", dtype)
     task.export_to_transformers(f"{folder}/exported")
-    right = verify_export(task, f"{folder}/exported", python=python)
+    right = verify_export(task, f"{folder}/exported", python=python) or 0.0
     file = Path(folder, "exported", "model.safetensors")
     weights = load_file(file)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -276,7 +276,8 @@ def verified(checkpoint: str, folder: str, python: str, dtype: str) -> tuple[flo
             verify_export(task, f"{folder}/{place}", python=python)
         except ValueError as error:
             said.append(str(error))
-    return (right, *said)
+    wrong, none = said
+    return right, wrong, none
 
 
 def adapter_refused(checkpoint: str, folder: str) -> list[str]:

@@ -94,3 +94,53 @@ def loaded_and_exported(folder: str, output: str, options: dict, most: int) -> t
     gc.collect()
     exporting, _ = peak_above(lambda: task.export_to_transformers(output, max_shard_bytes=most))
     return loading, held, exporting
+
+
+def trained(kind: str, options: dict) -> int:
+    """The bytes by which training adapters raises a rank's peak, from 16 rows: conversations, or 8 pairs."""
+    import keras_hub
+
+    import tfdist
+    from tfdist.addons.hub.chat.data import chat_batches
+    from tfdist.addons.hub.chat.rows import Row
+    from tfdist.addons.hub.preferences.data import Pairs
+    from tfdist.launch.finetune.preferences import PreferenceOptions
+
+    rows, length = 16, 128
+    keras.utils.set_random_seed(0)
+    with scope(options):
+        backbone = keras_hub.models.Llama3Backbone(
+            WORDS, hidden_dim=WIDTH, intermediate_dim=INSIDE, **SIZES
+        )
+        task = keras_hub.models.Llama3CausalLM(backbone=backbone, preprocessor=None, compile=False)
+        backbone.enable_lora(8)
+        for variable in backbone.trainable_variables:
+            variable.trainable = variable.name.startswith("lora_")
+        if options.get("mesh", {}).get("tensor", 1) > 1:
+            tfdist.parallelize(task)
+    random = np.random.default_rng(0)
+    found = [
+        Row(
+            tuple(random.integers(1, WORDS, length).tolist()),
+            tuple(place >= length // 2 for place in range(length)),
+            f"row {number}",
+        )
+        for number in range(rows)
+    ]
+
+    def train() -> None:
+        if kind == "conversations":
+            loss = tfdist.layers.VocabParallelCrossEntropy(WORDS, "sum", chunk_size=512)
+            data = chat_batches(found, rows, length=length).dataset
+        else:
+            given = PreferenceOptions(preference=kind)
+            pairs = Pairs.of(list(zip(found[::2], found[1::2], strict=True)), length)
+            pairs = given.referenced(pairs, task, backbone, rows=rows, chunk_size=512)
+            loss, data = given.loss(WORDS, 512), pairs.batches(rows // 2)
+        with task.distribute_strategy.scope():
+            task.compile(keras.optimizers.Adam(1e-4), loss, weighted_metrics=None)
+        task.fit(data, epochs=2, verbose=0)
+
+    gc.collect()
+    grown, _ = peak_above(train)
+    return grown

@@ -269,19 +269,22 @@ def test_adapters_keep_biases_that_train(pool, one_process, tmp_path, layout):
 
 @pytest.mark.slow
 @on_ranks(("horovod", 2))
+@pytest.mark.parametrize("layout", exports.LAYOUTS)
 @pytest.mark.parametrize("name", exports.FAMILIES)
-def test_transformers_reads_what_ranks_export(pool, one_process, tmp_path, name):
+def test_transformers_reads_what_ranks_export(pool, tmp_path, name, layout):
     if not TRANSFORMERS.exists():
         pytest.skip("transformers is not installed: `make peers` makes its environment.")
     checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
-    options = exports.LAYOUTS["tensor"]
-    pool.run(exports.exported, name, checkpoint, str(tmp_path), options, exports.KINDS, timeout=300)
-    hidden, _ = pool.run(
-        exports.exported_otherwise, name, checkpoint, str(tmp_path), options, timeout=240
-    )
+    options = exports.LAYOUTS[layout]
+    arguments = name, checkpoint, str(tmp_path), options
+    pool.run(exports.exported, *arguments, exports.KINDS, timeout=300)
+    pool.run(exports.exported_adapter, *arguments, timeout=300)
     golden = exports.golden(name)
-    expected = {kind: {"logits": golden[f"logits/{kind}"]} for kind in exports.KINDS}
-    expected |= {"function": expected["lora"], "backbone": {"outputs": hidden}}
+    expected: dict = {kind: {"logits": golden[f"logits/{kind}"]} for kind in exports.KINDS}
+    expected["peft"] = expected["lora"] | {"base": checkpoint}
+    if layout == "tensor":
+        hidden, _ = pool.run(exports.exported_otherwise, *arguments, timeout=240)
+        expected |= {"function": expected["lora"], "backbone": {"outputs": hidden}}
     folders = [tmp_path / kind for kind in expected]
     for folder in folders:
         np.savez(folder / "expected.npz", tokens=golden["tokens"], **expected[folder.name])

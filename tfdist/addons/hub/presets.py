@@ -172,7 +172,7 @@ def _one_line_errors(folder: Path) -> Iterator[None]:
     """Converts errors of Keras to one line that names the preset."""
     try:
         yield
-    except (KeyError, OSError, ValueError) as error:
+    except (KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(
             f"The preset {str(folder)!r} cannot be loaded. Its files must belong to one model, as "
             f"`save_to_preset` writes them. Received: {_words(error)}"

@@ -17,6 +17,7 @@ from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
 from tfdist.addons.hub.preferences.losses import GRPOLoss, Recorder
 from tfdist.addons.hub.preferences.reference import (
     check_adapters,
+    compile_without_metrics,
     log_probabilities,
     without_adapters,
 )
@@ -145,8 +146,7 @@ class GRPO:
                 epsilon_high=epsilon_high,
                 chunk_size=chunk_size,
             )
-            # The default metric of a task requires whole logits.
-            model.compile(optimizer, self._loss, sampler=sampler, weighted_metrics=None)
+            compile_without_metrics(model, optimizer=optimizer, loss=self._loss, sampler=sampler)
 
     def step(self, prompts: Sequence[Messages]) -> dict[str, float]:
         """Samples answers to prompts, and makes the updates.

@@ -11,8 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.addons.hub.preferences.losses import LogProbabilityLoss, Recorder
+from tfdist.backend.keras.attributes import compile_metrics
 from tfdist.collectives.objects import all_gather_object
 from tfdist.step.context import strategy_of
+
+
+def compile_without_metrics(model: keras.Model, **arguments: Any) -> None:
+    """Compiles a model. Keras would keep the metrics of an earlier `compile`, which read logits."""
+    # The default metric of a task requires whole logits.
+    model.compile(weighted_metrics=None, **arguments)
+    compile_metrics.set(model, None)
 
 
 def log_probabilities(
