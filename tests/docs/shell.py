@@ -69,9 +69,10 @@ def sandbox(folder: Path) -> Path:
     """A folder with what documents' commands find beside them: a script, a text, hosts, examples."""
     shutil.copy(Path(__file__).with_name("train.py"), folder / "train.py")
     (folder / "small.txt").write_text("What the model of this test reads, again and again. " * 20)
-    preset = folder / "gpt2-small"  # As far as the flags are checked.
-    preset.mkdir()
-    (preset / "config.json").write_text("{}")
+    for name in ("gpt2-small", "llama3", "out"):  # As far as the flags are checked.
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text("{}")
+    (folder / "conversations.jsonl").write_text("{}\n")
     (folder / "runs.jsonl").write_text('{"ranks": 1, "seconds": 2}\n{"ranks": 2, "seconds": 1}\n')
     write_machine(folder / "machine.json", machine("t4"))
     hosts = folder / "hosts.sh"
@@ -152,6 +153,8 @@ def _parsing(words: list[str]) -> Plan:
     key, *line = words[1:] if has_parts else ["", *words[1:]]
     if key.startswith("-"):  # The part that needs no word.
         key, line = "layout", words[1:]
+    if words[:2] == ["tfdist-finetune", "chat"]:
+        name, line = "TALK", words[2:]
     return Plan([sys.executable, "-c", _PARSE, module, name, key, words[0], *line])
 
 
