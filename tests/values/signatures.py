@@ -205,6 +205,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "GRPO.model": _task,
     "export_peft.model": _adapted_task,
     "separate_documents.task": _task,
+    "verify_export.model": _task,
     "tokenizer": _tokenizer,
     "reward": lambda: len,
     "optimizer": keras.optimizers.SGD,

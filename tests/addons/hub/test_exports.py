@@ -313,7 +313,7 @@ def test_files_that_are_wrong_are_found(one_process, tmp_path, dtype):
     )
     assert right < (1e-5 if dtype == "float32" else 2e-3)
     assert "must compute the logits of the exported model" in wrong
-    assert "must read" in none and str(tmp_path / "none") in none
+    assert "must be a folder that transformers reads" in none and str(tmp_path / "none") in none
 
 
 BESIDE = {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,6 +20,7 @@ from tfdist.backend.keras.private import all_layers
 from tfdist.utils import checks
 
 _PROGRAM = Path(__file__).with_name("transformers_logits.py")
+_INPUTS = {"token_ids", "padding_mask"}
 _PACKAGES = ("torch", "transformers")
 _TOKENS = 16
 #: The largest difference by the dtype of a model: its rounding in many layers. One of bfloat16 or of quantized weights
@@ -45,20 +48,28 @@ def verify_export(
         python: The interpreter of an environment with transformers, torch and, for an adapter, peft; None for this one.
 
     Returns:
-        The difference of the logits of 16 tokens, divided by their size, both as roots of mean squares; None on other
+        The difference of the logits of some tokens, divided by their size, both as roots of mean squares; None on other
         ranks than the chief.
 
     Raises:
         ValueError: transformers cannot read the folder, or computes something else.
     """
     checks.instance("model", model, keras.Model, "a model")
+    if not isinstance(model.input, dict) or set(model.input) != _INPUTS:
+        inputs = sorted(model.input) if isinstance(model.input, dict) else model.input
+        raise checks.refuse(
+            "model", inputs, f"a model with the inputs {' and '.join(sorted(_INPUTS))}"
+        )
     folder = checks.path("path", path)
     interpreter = sys.executable if python is None else checks.path("python", python)
-    vocabulary = model.outputs[0].shape[-1]
-    ids = np.random.default_rng(0).integers(0, vocabulary, [1, _TOKENS]).astype("int32")
+    if shutil.which(interpreter) is None:
+        raise checks.refuse("python", python, "the interpreter of an environment")
+    whole: Any = getattr(model, "chain_model", model)
+    longest = getattr(getattr(whole, "backbone", whole), "max_sequence_length", None) or _TOKENS
+    size = [1, min(_TOKENS, longest)]
+    ids = np.random.default_rng(0).integers(0, model.outputs[0].shape[-1], size).astype("int32")
     inputs = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
     own = np.asarray(model.predict(inputs, verbose=0), "float32")
-    whole = getattr(model, "chain_model", model)
     dtypes = {layer.compute_dtype for layer in all_layers(whole) if layer.variables}
     limit = max(_LIMITS.get(dtype, _ROUGHEST) for dtype in dtypes)
     limit = _ROUGHEST if quantization_modes(whole) else limit
@@ -94,5 +105,8 @@ def _logits(python: str, folder: str, ids: np.ndarray) -> np.ndarray:
         )
         if done.returncode:
             said = done.stderr.strip().splitlines()[-1:] or ["nothing"]
-            raise ValueError(f"{python} must read {folder} by transformers. Received: {said[0]}")
+            raise ValueError(
+                f"`path` must be a folder that transformers reads. Received: path={checks.shown(folder)}, of which "
+                f"{python} says: {checks.one_line(said[0])}"
+            )
         return np.load(written)
