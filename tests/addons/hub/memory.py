@@ -106,7 +106,7 @@ def trained(kind: str, options: dict) -> int:
     from tfdist.addons.hub.preferences.data import Pairs
     from tfdist.launch.finetune.preferences import PreferenceOptions
 
-    rows, length = 16, 128
+    rows, length = 16, 256
     keras.utils.set_random_seed(0)
     with scope(options):
         backbone = keras_hub.models.Llama3Backbone(
