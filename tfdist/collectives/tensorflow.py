@@ -182,7 +182,7 @@ class TensorFlowEngine(Engine):
         # again, and from the sizes, of which a rank may know at run time what another one knows before.
         sizes = [size * _number(f"dim {dim}") for dim, size in enumerate(shape_of(tensor))]
         known = sum(size for size in sizes if isinstance(size, int))
-        instance = _number(f"{name}:{tensor.dtype.name}") + known & checks.LARGEST
+        instance = (_number(f"{name}:{tensor.dtype.name}") + known) & checks.LARGEST
         if not tensor.shape.is_fully_defined():
             rest = tf.add_n([size for size in sizes if not isinstance(size, int)])
             instance = tf.bitwise.bitwise_and(instance + rest, tf.constant(checks.LARGEST))

@@ -257,9 +257,8 @@ class PipelineRuntime:
             # Operations of the stage's graph, also if an output is an input.
             outputs = [with_provenance(tf.identity, tensors[number]) for number in chain.outputs]
             rows = tf.shape(tensors[with_rows[0]])[0]
-            with contextlib.ExitStack() as stack:
-                if step is not None:
-                    stack.enter_context(attributes_set(step, divisors=divisors))
+            nothing = contextlib.nullcontext()
+            with attributes_set(step, divisors=divisors) if step else nothing:
                 total = count_batch(model, y, chain.as_outputs(outputs), sample_weight, rows)
             guard = guard_of(model)
             if guard is not None:

@@ -203,8 +203,8 @@ def _divisors(graph, forward: set, marks: dict) -> Subgraph | None:
     if not known.issuperset(found.inputs):
         raise ValueError(
             "A loss that is divided by a mask or by weights requires, with several micro-batches, that "
-            "these follow from targets and sample weights. Received: a mask that earlier stages compute. Set "
-            "the `sample_weight` of other entries to 0 and use reduction='sum_over_batch_size', or use "
+            "these follow from inputs, targets and sample weights. Received: a mask that earlier stages "
+            "compute. Set the `sample_weight` of other entries to 0 and use reduction='sum_over_batch_size', or use "
             "num_microbatches=1."
         )
     return found
