@@ -20,7 +20,8 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         },
         "convnet": {"side": 32, "classes": 10, "batch": 64},
         "mlp": {"features": 784, "layers": 3, "hidden": 512, "classes": 10, "batch": 256},
-        # GPT-2 small. `rank` is that of adapters; `prompt` and `written` are tokens of generation.
+        # GPT-2 small. `rank` is that of adapters; `prompt` and `written` are tokens of generation;
+        # `packed` are the rows of a batch of packed conversations.
         "gpt2": {
             "layers": 12,
             "width": 768,
@@ -32,6 +33,8 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "rank": 8,
             "prompt": 16,
             "written": 64,
+            "conversations": 32,
+            "packed": 2,
         },
         "dlrm": {
             "tables": 26,
@@ -77,6 +80,8 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "rank": 2,
             "prompt": 4,
             "written": 8,
+            "conversations": 8,
+            "packed": 2,
         },
         "dlrm": {
             "tables": 3,

@@ -43,6 +43,13 @@ ENVIRONMENTS = {
     ),
     # Keras as in the environment of tfdist: one `fit` on two backends.
     "jax": ("jax[cpu]==0.10.2", f"keras=={importlib.metadata.version('keras')}", "numpy>=2.0"),
+    # Apart, because KerasHub brings TensorFlow.
+    "keras_hub_jax": (
+        "jax[cpu]==0.10.2",
+        f"keras=={importlib.metadata.version('keras')}",
+        "keras-hub>=0.32,<0.33",
+        "numpy>=2.0",
+    ),
     "torch": (
         "torch==2.13.0",
         "numpy>=2.0",

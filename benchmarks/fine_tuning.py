@@ -1,6 +1,6 @@
-"""Fine-tuning a GPT-2 of KerasHub by LoRA: beside plain KerasHub, and beside transformers and peft.
+"""Fine-tuning a GPT-2 of KerasHub by LoRA: beside KerasHub on TensorFlow and JAX, and transformers and peft.
 
-    make peers                          # PyTorch, transformers and peft, in .peers/torch
+    make peers                          # PyTorch, transformers and peft, in .peers/torch, and others
     python -m benchmarks.fine_tuning [--only=zero] [--rounds=7] [--json=fine_tuning.json]
 
 The model is as large as GPT-2 small, with random weights and adapters on the projections of query and
@@ -9,6 +9,7 @@ value; nothing is downloaded. The jobs take turns as those of `python -m benchma
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,25 @@ from benchmarks.comparisons import SIZES, UNUSED, Comparison, Job
 from benchmarks.findings import Finding
 from benchmarks.jobs import JobError
 from benchmarks.measuring import parser, write_between
+from benchmarks.peers.serving import conversations
 from benchmarks.training import compare
 
 MODEL = "gpt2"
 #: Of the time that one process takes to write, so that ranks write 0.9 of its tokens a second.
 GENERATE_LIMIT = 1 / 0.9
 #: What `--only` may be.
-NAMES = ("one-process", "one-process-xla", "generate", "generate-xla", "tensor", "zero")
+NAMES = (
+    "one-process",
+    "one-process-xla",
+    "generate",
+    "generate-xla",
+    "tensor",
+    "zero",
+    "torch",
+    "jax",
+    "packed-torch",
+    "packed-jax",
+)
 _MARK = "benchmarks.fine_tuning"
 
 
@@ -40,6 +53,7 @@ def comparisons(engine: str) -> Mapping[str, Comparison]:
     tensor = _ours("tensor parallel", engine, "training", mesh={"tensor": 2}, zero_stage=0)
     writing = _ours("tensor parallel", engine, "generate", mesh={"tensor": 2}, zero_stage=0)
     zero = _ours("ZeRO-3", engine, "training", mesh={}, zero_stage=3)
+    one, packed = _one_process("training"), _one_process("conversations")
     sides = {
         # Keras leaves out XLA on CPUs unless it is asked for.
         "one-process": (tensor, _plain("training", xla=False), 1.0),
@@ -48,6 +62,10 @@ def comparisons(engine: str) -> Mapping[str, Comparison]:
         "generate-xla": (writing, _plain("generate", xla=True), GENERATE_LIMIT),
         "tensor": (tensor, _peft("DTensor", "torch_lora_tensor_parallel"), 0.8),
         "zero": (zero, _peft("FSDP2", "torch_lora_fully_sharded"), 0.8),
+        "torch": (one, _peft_alone("training"), 1.0),
+        "jax": (one, _jax("training"), 1.0),
+        "packed-torch": (packed, _peft_alone("conversations"), 1.0),
+        "packed-jax": (packed, _jax("conversations"), 1.0),
     }
     return {name: Comparison(name, MODEL, *sides[name]) for name in NAMES}
 
@@ -61,6 +79,11 @@ def _ours(title: str, engine: str, measure: str, **options) -> Job:
         options={"engine": engine, "measure": measure, **options},
         without=UNUSED,
     )
+
+
+def _one_process(measure: str) -> Job:
+    job = _ours("one process", "local", measure, mesh={}, zero_stage=0)
+    return dataclasses.replace(job, ranks=1, threads=2)
 
 
 def _plain(measure: str, xla: bool) -> Job:
@@ -80,8 +103,26 @@ def _peft(title: str, program: str) -> Job:
     return Job(f"transformers and peft, {title}", program, "torch", "torch")
 
 
+def _peft_alone(measure: str) -> Job:
+    job = _peft("one process", "torch_lora")
+    return dataclasses.replace(
+        job, meeting="local", ranks=1, threads=2, options={"measure": measure}
+    )
+
+
+def _jax(measure: str) -> Job:
+    return dataclasses.replace(
+        _plain(measure, xla=True),
+        title="KerasHub on JAX, one process",
+        environment="keras_hub_jax",
+        meeting="jax",
+        variables={"KERAS_BACKEND": "jax"},
+        without=(),
+    )
+
+
 def table(found: Sequence[Finding], sizes: Mapping[str, int]) -> str:
-    """Tables of times, of what ranks use, of what is trained, and of tokens that are written.
+    """Tables of times, of what ranks use, of what is trained, and of tokens a second.
 
     Args:
         found: What was measured.
@@ -100,12 +141,11 @@ def table(found: Sequence[Finding], sizes: Mapping[str, int]) -> str:
             intfmt=",",
         )
     )
-    written = sizes["batch"] * sizes["written"]
     rates = [
         (
             f"`{each.name}`",
             *(
-                f"{written / statistics.median(side.seconds):.1f}"
+                f"{_tokens(each.name, sizes) / statistics.median(side.seconds):,.1f}"
                 for side in (each.ours, each.theirs)
             ),
             f"{1 / each.ratio:.2f}",
@@ -113,7 +153,6 @@ def table(found: Sequence[Finding], sizes: Mapping[str, int]) -> str:
             f"{1 / each.limit:.2f}",
         )
         for each in found
-        if each.name.startswith("generate")
     ]
     if rates:
         head = (
@@ -126,6 +165,15 @@ def table(found: Sequence[Finding], sizes: Mapping[str, int]) -> str:
         )
         parts.append(tabulate(rates, head, tablefmt="pipe", disable_numparse=True))
     return "\n\n".join(parts)
+
+
+def _tokens(name: str, sizes: Mapping[str, int]) -> int:
+    """The tokens of a step: written ones, trained ones of conversations, or all."""
+    if name.startswith("generate"):
+        return sizes["batch"] * sizes["written"]
+    if name.startswith("packed"):
+        return sum(int(trained[1:].sum()) for _, trained in conversations(sizes))
+    return sizes["batch"] * sizes["tokens"]
 
 
 def main() -> int:

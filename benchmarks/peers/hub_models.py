@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import keras_hub
 import numpy as np
 import tensorflow as tf
 
+from .jax_models import Clock
 from .serving import LEAD, FitTraining, Settings, Steps, Training, global_batch
 
 #: Those of Keras' AdamW, which PyTorch's is given too.
@@ -31,13 +33,18 @@ def make_task(sizes: Mapping[str, int]) -> keras.Model:
 
 
 def compile_task(task: keras.Model, loss: keras.losses.Loss, **options) -> None:
-    """Compiles for training, without metrics, and for greedy generation."""
+    """Compiles for training, without metrics, and for greedy generation if the model can generate."""
+    if isinstance(task, keras_hub.models.CausalLM):
+        options["sampler"] = "greedy"
     optimizer = keras.optimizers.AdamW(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    task.compile(optimizer, loss, weighted_metrics=None, sampler="greedy", **options)
+    task.compile(optimizer, loss, weighted_metrics=None, **options)
 
 
 def training_of(
-    task: keras.Model, settings: Settings, shape_of: Callable[[keras.Variable], tuple[int, ...]]
+    task: keras.Model,
+    settings: Settings,
+    shape_of: Callable[[keras.Variable], tuple[int, ...]],
+    conversations: tuple[Any, int] | None = None,
 ) -> Training:
     """What a job measures of a compiled task: steps of training, or calls of `generate`.
 
@@ -45,16 +52,21 @@ def training_of(
         task: The task.
         settings: Of this rank.
         shape_of: The shape that a variable has over all ranks.
+        conversations: An endless data set of conversations, and its number of batches; None for equal rows.
     """
     adapters = {id(v) for v in task.weights if v.name.startswith("lora_")}
     base = sum(math.prod(shape_of(v)) for v in task.weights if id(v) not in adapters)
     trained = sum(math.prod(shape_of(v)) for v in task.trainable_weights)
     if settings.options["measure"] == "generate":
         return Generation(task, settings.sizes, base, trained)
+    clock = Clock if keras.backend.backend() == "jax" else _clock
+    if conversations is not None:
+        data, batches = conversations
+        return FitTraining(task, data, clock, base, trained, batches)
     tokens, labels = global_batch(settings)
     inputs = {"token_ids": tokens, "padding_mask": np.ones_like(tokens)}
     data = tf.data.Dataset.from_tensors((inputs, labels)).repeat()
-    return FitTraining(task, data, _clock, base, trained)
+    return FitTraining(task, data, clock, base, trained)
 
 
 class Generation:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -122,6 +122,54 @@ def own_rows(settings: Settings) -> tuple[Any, np.ndarray]:
     return inputs[mine], labels[mine]
 
 
+def conversations(sizes: Mapping[str, int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The ids of conversations, and which are trained: lengths are log-normal, as those of chat data.
+
+    Of each, the second half is trained, and can be learned from the token before.
+    """
+    random, vocabulary, most = np.random.default_rng(0), sizes["vocabulary"], sizes["tokens"]
+    lengths = random.lognormal(np.log(most / 5), 0.8, sizes["conversations"])
+    found = []
+    for length in np.clip(lengths, 8, most).astype(int):
+        ids = [int(random.integers(0, vocabulary))]
+        while len(ids) < length:
+            ids.append((7 * ids[-1] + 3) % vocabulary)
+        found.append((np.array(ids, "int32"), np.arange(length) >= length // 2))
+    return found
+
+
+class Padded(NamedTuple):
+    """A batch of conversations, padded to the longest of them; each [rows, tokens].
+
+    Attributes:
+        ids: The tokens.
+        mask: 1 for tokens, 0 for padding.
+        targets: The next tokens.
+        trained: Which of those are trained.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    targets: np.ndarray
+    trained: np.ndarray
+
+
+def padded(sizes: Mapping[str, int]) -> list[Padded]:
+    """Batches of conversations."""
+    found, rows, size = [], conversations(sizes), sizes["batch"]
+    for begin in range(0, len(rows), size):
+        some = rows[begin : begin + size]
+        shape = len(some), max(len(ids) for ids, _ in some)
+        batch = Padded(*(np.zeros(shape, "int32") for _ in range(3)), np.zeros(shape, bool))
+        for at, (ids, trained) in enumerate(some):
+            batch.ids[at, : len(ids)] = ids
+            batch.mask[at, : len(ids)] = 1
+            batch.targets[at, : len(ids) - 1] = ids[1:]
+            batch.trained[at, : len(ids) - 1] = trained[1:]
+        found.append(batch)
+    return found
+
+
 def memory(field: str) -> int:
     """Bytes of this process, as Linux counts them: VmRSS now, VmHWM at the highest."""
     with open("/proc/self/status") as file:
@@ -140,6 +188,7 @@ class FitTraining:
         clock: Makes a callback that calls a function when a step begins.
         parameters: How many it has, over all ranks, without adapters.
         trained: How many are trained; None for all.
+        batches: The batches that count as one step.
     """
 
     def __init__(
@@ -149,19 +198,26 @@ class FitTraining:
         clock: Callable[[Callable], Any],
         parameters: int,
         trained: int | None = None,
+        batches: int = 1,
     ):
         self.parameters = parameters
         self.trained = parameters if trained is None else trained
         self._model, self._data, self._clock = model, data, clock
+        self._batches = batches
 
     def block(self, steps: int) -> Steps:
         """Trains some steps more."""
-        block = Steps()
+        block, numbers = Steps(), itertools.count()
+
+        def note() -> None:
+            if next(numbers) % self._batches == 0:
+                block.begin()
+
         run = self._model.fit(
             self._data,
-            steps_per_epoch=steps + LEAD,
+            steps_per_epoch=(steps + LEAD) * self._batches,
             verbose=0,
-            callbacks=[self._clock(block.begin)],
+            callbacks=[self._clock(note)],
         )
         block.loss = float(run.history["loss"][0])
         return block
