@@ -159,13 +159,14 @@ def padded(sizes: Mapping[str, int]) -> list[Padded]:
     found, rows, size = [], conversations(sizes), sizes["batch"]
     for begin in range(0, len(rows), size):
         some = rows[begin : begin + size]
-        shape = len(some), max(len(ids) for ids, _ in some)
-        batch = Padded(*(np.zeros(shape, "int32") for _ in range(3)), np.zeros(shape, bool))
-        for at, (ids, trained) in enumerate(some):
-            batch.ids[at, : len(ids)] = ids
-            batch.mask[at, : len(ids)] = 1
-            batch.targets[at, : len(ids) - 1] = ids[1:]
-            batch.trained[at, : len(ids) - 1] = trained[1:]
+        shape = len(some), max(len(row) for row, _ in some)
+        ids, mask, targets = (np.zeros(shape, "int32") for _ in range(3))
+        batch = Padded(ids, mask, targets, np.zeros(shape, bool))
+        for at, (row, trained) in enumerate(some):
+            batch.ids[at, : len(row)] = row
+            batch.mask[at, : len(row)] = 1
+            batch.targets[at, : len(row) - 1] = row[1:]
+            batch.trained[at, : len(row) - 1] = trained[1:]
         found.append(batch)
     return found
 
