@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from tests.launch.processes import BIN, run
@@ -193,6 +197,51 @@ def test_preferences(folder, pairs, kind, layout):
     assert found[1] == pytest.approx(found[0], rel=2e-3)
     assert found[0][1] < found[0][0]
     assert kind == "orpo" or found[0][2] > 90
+
+
+def adapters(output: Path) -> dict[str, np.ndarray]:
+    """The values of an adapter file, by name."""
+    found: dict[str, np.ndarray] = {}
+
+    def keep(name, value):
+        if isinstance(value, h5py.Dataset):
+            found[name] = value[()]
+
+    (file,) = output.glob("*.lora.h5")
+    with h5py.File(file) as opened:
+        opened.visititems(keep)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packed", "dpo"])
+def test_a_killed_job_goes_on_in_the_middle_of_its_data(
+    folder, conversations, pairs, tmp_path, kind
+):
+    flags = {
+        "packed": [*command(folder, conversations), "--packing", "--batch_size=2", "--epochs=4"],
+        "dpo": [*command(folder, pairs), "--preference=dpo", "--batch_size=4", "--epochs=3"],
+    }[kind]
+    job = [*RUN, "--", *flags, "--lora_rank=4", "--tensor=2"]
+    whole = run([*job, f"--output={tmp_path / 'whole'}"])
+    assert whole.returncode == 0, whole.stdout[-3000:] + whole.stderr[-3000:]
+    steps = int(re.findall(r"(\d+)/\1", whole.stdout)[-1])
+    # In the middle of the second epoch.
+    wanted, work = steps + steps // 2, tmp_path / "work"
+    again = [*job, "--save_every=1", f"--workdir={work}", f"--output={tmp_path / 'again'}"]
+    with subprocess.Popen(again, start_new_session=True, stdout=subprocess.DEVNULL) as killed:
+        deadline = time.monotonic() + 120
+        while max([0, *(int(step.name.split("-")[1]) for step in work.glob("step-*"))]) < wanted:
+            assert killed.poll() is None and time.monotonic() < deadline, list(work.glob("*"))
+            time.sleep(0.01)
+        os.killpg(killed.pid, signal.SIGKILL)
+    rest = run(again)
+    assert rest.returncode == 0, rest.stdout[-3000:] + rest.stderr[-3000:]
+    assert "Epoch 1/" not in rest.stdout
+    expected, found = adapters(tmp_path / "whole"), adapters(tmp_path / "again")
+    assert expected and expected.keys() == found.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
 BAD = {
