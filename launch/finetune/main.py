@@ -229,6 +229,7 @@ def _load(given: FinetuneOptions):
     import keras
 
     import tfdist
+    from tfdist.addons.hub import train_only_adapters
 
     options = {} if given.optimizer.policy is None else {"dtype": given.optimizer.policy}
     try:
@@ -245,9 +246,8 @@ def _load(given: FinetuneOptions):
             )
         if given.lora_rank:
             backbone.enable_lora(given.lora_rank)
-            for variable in [] if given.train_biases else backbone.trainable_variables:
-                # KerasHub trains biases, but does not save them in adapter files.
-                variable.trainable = variable.name.startswith("lora_")
+            if not given.train_biases:
+                train_only_adapters(backbone)
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(
             f"--preset={given.preset} could not be loaded: {one_line(error)}"
@@ -293,6 +293,10 @@ def _save(given: FinetuneOptions, task, model, preprocessor) -> list[str]:
         if given.verify_with is not None or has_transformers():
             try:
                 apart = hub.verify_export(model, place / kind, python=given.verify_with)
+            except ImportError as error:
+                raise UsageError(
+                    f"--export={kind} was written, but not verified: {error}"
+                ) from error
             except ValueError as error:
                 raise UsageError(f"--export={kind} was written, but is wrong: {error}") from error
             if apart is not None:

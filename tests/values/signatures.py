@@ -71,8 +71,7 @@ _task = functools.cache(_new_task)
 def _adapted_task() -> keras.Model:
     task = _new_task()
     task.backbone.enable_lora(2)
-    for variable in task.backbone.trainable_variables:
-        variable.trainable = variable.name.startswith("lora_")
+    tfdist.addons.hub.train_only_adapters(task)
     return task
 
 
@@ -204,6 +203,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "ChatTokenizer.folder": lambda: Path(tests.addons.hub.chat.__file__).parent,
     "GRPO.model": _task,
     "export_peft.model": _adapted_task,
+    "train_only_adapters.model": _adapted_task,
     "separate_documents.task": _task,
     "verify_export.model": _task,
     "tokenizer": _tokenizer,

@@ -8,6 +8,7 @@ is, with the adapters, with its matrices rounded to int8, and with both. They ar
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import types
 from pathlib import Path
@@ -245,14 +246,27 @@ def exported_adapter(name: str, checkpoint: str, folder: str, options: dict, dty
     mesh = options.get("mesh", {})
     with scope(options):
         task = load(name, checkpoint, "lora", dtype)
-        for variable in task.backbone.trainable_variables:
-            variable.trainable = variable.name.startswith("lora_")
+        tfdist.addons.hub.train_only_adapters(task)
         if mesh.get("tensor", 1) > 1:
             tfdist.parallelize(task)
         if mesh.get("pipeline", 1) > 1:
             tfdist.pipeline.PipelineModel(task, num_microbatches=1, input_shape=(7,))
     export_peft(task, f"{folder}/peft")
     task.export_to_transformers(f"{folder}/merged")
+
+
+def unverified(checkpoint: str, folder: str) -> tuple[bool, str]:
+    """Whether this environment lacks torch, and what `verify_export` then says."""
+    from tfdist.addons.hub import verify_export
+
+    keras.backend.clear_session()
+    task = load("Llama3", checkpoint, "plain")
+    task.export_to_transformers(folder)
+    try:
+        verify_export(task, folder)
+    except ImportError as error:
+        return True, str(error)
+    return importlib.util.find_spec("torch") is None, ""
 
 
 def verified(checkpoint: str, folder: str, python: str, dtype: str) -> tuple[float, str, str]:

@@ -114,8 +114,7 @@ def trained(kind: str, options: dict) -> int:
         )
         task = keras_hub.models.Llama3CausalLM(backbone=backbone, preprocessor=None, compile=False)
         backbone.enable_lora(8)
-        for variable in backbone.trainable_variables:
-            variable.trainable = variable.name.startswith("lora_")
+        tfdist.addons.hub.train_only_adapters(backbone)
         if options.get("mesh", {}).get("tensor", 1) > 1:
             tfdist.parallelize(task)
     random = np.random.default_rng(0)

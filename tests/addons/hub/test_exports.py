@@ -302,6 +302,14 @@ def test_transformers_reads_what_ranks_export(pool, tmp_path, name, layout):
         assert line["apart"] <= 1e-5, line
 
 
+def test_verification_requires_transformers(one_process, tmp_path):
+    checkpoint = exports.write_checkpoint("Llama3", tmp_path / "checkpoint")
+    ((lacks, said),) = one_process.run(
+        exports.unverified, checkpoint, str(tmp_path / "new"), timeout=240
+    )
+    assert lacks == ("Give `python` of an environment with them" in said)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_files_that_are_wrong_are_found(one_process, tmp_path, dtype):
@@ -313,7 +321,7 @@ def test_files_that_are_wrong_are_found(one_process, tmp_path, dtype):
     )
     assert right < (1e-5 if dtype == "float32" else 2e-3)
     assert "must compute the logits of the exported model" in wrong
-    assert "must be a folder that transformers reads" in none and str(tmp_path / "none") in none
+    assert "must be a folder of an exported model or adapter" in none and str(tmp_path / "none") in none
 
 
 BESIDE = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tfdist.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from tfdist.addons.hub.adapters import train_only_adapters as train_only_adapters
     from tfdist.addons.hub.chat.data import chat_batches as chat_batches
     from tfdist.addons.hub.chat.data import read_rows as read_rows
     from tfdist.addons.hub.chat.tokenizer import ChatTokenizer as ChatTokenizer
@@ -28,6 +29,7 @@ _PUBLIC = {
     "export_peft": "tfdist.addons.hub.peft",
     "read_rows": "tfdist.addons.hub.chat.data",
     "separate_documents": "tfdist.addons.hub.documents",
+    "train_only_adapters": "tfdist.addons.hub.adapters",
     "verify_export": "tfdist.addons.hub.verifying",
 }
 _HOMES = {

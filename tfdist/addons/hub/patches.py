@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tfdist.addons.hub.adapters import is_adapter
 from tfdist.addons.hub.exporting import exporting_patches
 from tfdist.addons.hub.generating import generate_alike
 from tfdist.backend.keras.patching import Patch, apply_patches
@@ -47,13 +48,13 @@ def _save_adapter(self, filepath, *, original):
         (place, variable)
         for place, layer in enumerate(_layers_of_adapters(self))
         for variable in variables_of_layer(layer)
-        if id(variable) in trained and not variable.name.startswith("lora_")
+        if id(variable) in trained and not is_adapter(variable)
     ]
     wanted = {id(variable) for _, variable in beside}
     some = [
         (variable, layout)
         for variable, layout in split_variables(self)
-        if variable.name.startswith("lora_") or id(variable) in wanted
+        if is_adapter(variable) or id(variable) in wanted
     ]
 
     @functools.wraps(original)

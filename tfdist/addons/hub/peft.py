@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.addons.hub.adapters import is_adapter
 from tfdist.addons.hub.chief import Chief
 from tfdist.addons.hub.exporters import check_exporter, exporter_of
 from tfdist.addons.hub.exporting import new_folder, replace_files
@@ -106,7 +107,7 @@ def _check(backbone, layers: Sequence[keras.Layer]) -> None:
                 f"`{layer.path}`, a {type(layer).__name__}. {_MERGED}"
             )
     for variable in backbone.trainable_variables:
-        if not variable.name.startswith("lora_"):
+        if not is_adapter(variable):
             raise ValueError(
                 "`export_peft` requires that only adapters were trained. Received: "
                 f"`{variable.path}`, which is trainable. {_MERGED}"

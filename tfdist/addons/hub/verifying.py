@@ -52,6 +52,7 @@ def verify_export(
         ranks than the chief.
 
     Raises:
+        ImportError: The interpreter lacks a package.
         ValueError: transformers cannot read the folder, or computes something else.
     """
     checks.instance("model", model, keras.Model, "a model")
@@ -92,6 +93,8 @@ def verify_export(
 
 
 def _logits(python: str, folder: str, ids: np.ndarray) -> np.ndarray:
+    if not any((Path(folder) / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise checks.refuse("path", folder, "a folder of an exported model or adapter")
     with tempfile.TemporaryDirectory() as place:
         given, written = Path(place) / "ids.npy", Path(place) / "logits.npy"
         np.save(given, ids)
@@ -105,6 +108,11 @@ def _logits(python: str, folder: str, ids: np.ndarray) -> np.ndarray:
         )
         if done.returncode:
             said = done.stderr.strip().splitlines()[-1:] or ["nothing"]
+            if said[0].startswith(("ModuleNotFoundError", "ImportError")):
+                raise ImportError(
+                    "`verify_export` requires transformers, torch and, for an adapter, peft. Received: "
+                    f"{python}, which says: {checks.one_line(said[0])}. Give `python` of an environment with them."
+                )
             raise ValueError(
                 f"`path` must be a folder that transformers reads. Received: path={checks.shown(folder)}, of which "
                 f"{python} says: {checks.one_line(said[0])}"

@@ -41,8 +41,7 @@ def split(task, mesh: dict, lora: bool, length: int):
 
     if lora:
         task.backbone.enable_lora(2)
-        for variable in task.backbone.trainable_variables:
-            variable.trainable = variable.name.startswith("lora_")
+        tfdist.addons.hub.train_only_adapters(task)
     if mesh.get("tensor", 1) > 1:
         tfdist.parallelize(task)
     if mesh.get("pipeline", 1) > 1:

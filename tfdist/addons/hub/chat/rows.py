@@ -55,14 +55,12 @@ def _row(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
     if messages is None:
         return _of_text(record, answer, tokenizer)
     place = record.place
-    if tokenizer.template is None:
-        raise RecordError(
-            f"Messages require a chat template, which {tokenizer.folder} does not have. Use "
-            "--chat_template=FILE.",
-            place,
-        )
+    try:
+        template = tokenizer.needed_template
+    except ValueError as error:
+        raise RecordError(str(error), place) from error
     first = len(record.prompt)
-    text, spans = tokenizer.template.answers(messages, place, first=first, tools=record.tools)
+    text, spans = template.answers(messages, place, first=first, tools=record.tools)
     if not spans:
         raise RecordError(
             "The messages must have an answer, of the role assistant. Received: none.", place

@@ -77,7 +77,8 @@ class ChatTokenizer:
         """
         if self.template is None:
             raise ValueError(
-                f"Messages require a chat template, which {self.folder} does not have. Use a folder with one."
+                f"Messages require a chat template, which {self.folder} does not have. Use a folder with one, "
+                "or `template` (--chat_template)."
             )
         return self.template
 

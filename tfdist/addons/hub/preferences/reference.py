@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.addons.hub.adapters import is_adapter
 from tfdist.addons.hub.preferences.losses import LogProbabilityLoss, Recorder
 from tfdist.backend.keras.attributes import compile_metrics
 from tfdist.collectives.objects import all_gather_object
@@ -68,7 +69,7 @@ def check_adapters(backbone: Any) -> None:
         ValueError: Other weights are trained too, or there are no adapters.
     """
     variables = backbone.trainable_variables
-    others = [variable for variable in variables if not variable.name.startswith("lora_")]
+    others = [variable for variable in variables if not is_adapter(variable)]
     if others or not variables:
         received = f"`{others[0].path}` is trained" if others else "no adapters"
         raise ValueError(
