@@ -23,7 +23,7 @@ from tfdist.step.token_split import TokenSplit
 
 @dataclasses.dataclass(frozen=True)
 class Divisors:
-    """What losses are divided by that are no mean over samples, where a graph is made for one of several micro-batches.
+    """The divisors of losses that are not means over samples, in a graph of one of several micro-batches.
 
     Attributes:
         totals: The sums over all micro-batches and ranks, in the order in which the losses are made: [losses].

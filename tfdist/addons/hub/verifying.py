@@ -40,7 +40,7 @@ def verify_export(
 ) -> float | None:
     """Checks that transformers computes the logits of a model from its export; every rank calls it.
 
-    The chief runs transformers, on its CPUs in float32, in a process of its own, which has the whole model in memory.
+    The chief runs transformers, on its CPUs in float32, in another process, which has the whole model in memory.
 
     Args:
         model: The causal language model of KerasHub that was exported, or a `PipelineModel` of it.
