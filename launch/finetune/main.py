@@ -295,7 +295,7 @@ def _save(given: FinetuneOptions, task, model, preprocessor) -> list[str]:
                 apart = hub.verify_export(model, place / kind, python=given.verify_with)
             except ImportError as error:
                 raise UsageError(
-                    f"--export={kind} was written, but not verified: {error}"
+                    f"--export={kind} cannot be verified: {error}"
                 ) from error
             except ValueError as error:
                 raise UsageError(f"--export={kind} was written, but is wrong: {error}") from error

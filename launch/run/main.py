@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -10,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tfdist.launch.flags import command
@@ -19,6 +20,7 @@ from tfdist.launch.flags.options import define_flags, option, refuse_ignored
 from tfdist.launch.flags.values import MOST_RANKS, MOST_RANKS_OF_A_HOST, YEAR, refuse
 from tfdist.launch.run import remote, slurm
 from tfdist.launch.run.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_hosts
+from tfdist.launch.run.nodes import nodes_of_job
 from tfdist.launch.run.num_ranks import MEANT_RANKS, count_gpus, ranks_of_this_machine
 from tfdist.launch.run.processes import RankProcess, signal_name
 from tfdist.launch.run.restarts import run_with_restarts
@@ -26,6 +28,7 @@ from tfdist.launch.run.supervisor import Supervisor
 from tfdist.launch.signals import exit_on_signals
 from tfdist.runtime.horovod_variables import has_nccl
 from tfdist.runtime.lock_owner import JOB
+from tfdist.runtime.nodes import Nodes
 from tfdist.runtime.recovery import FAILED_AT, NEWEST
 from tfdist.runtime.rendezvous import Endpoint, environments, interface_towards
 
@@ -119,6 +122,12 @@ class _Job:
     most: int
     engine: str
     in_slurm: bool
+    nodes: Nodes | None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all nodes."""
+        return self.size * (self.nodes.count if self.nodes else 1)
 
 
 def _check(words: list[str]) -> _Job | str:
@@ -133,8 +142,11 @@ def _check(words: list[str]) -> _Job | str:
         raise command.UsageError(f"The command {words[0]!r} was not found on the PATH.")
     in_slurm = not options.H and options.host_discovery_script is None and slurm.in_allocation()
     hosts = slurm.allocated_hosts() if in_slurm else parse_hosts(options.H)
+    nodes = None if hosts or options.host_discovery_script is not None else nodes_of_job()
     size = options.np if isinstance(options.np, int) else sum(host.slots for host in hosts)
-    if options.np == "auto" and not hosts:
+    if nodes is not None:
+        size = _ranks_of_node(nodes, options, words)
+    elif options.np == "auto" and not hosts:
         size = _count(words, options.host_discovery_script)
     if not size:
         raise command.UsageError(
@@ -170,7 +182,23 @@ def _check(words: list[str]) -> _Job | str:
     least, most = _sizes(options, size)
     if options.ps:
         _check_servers(options, in_slurm)
-    return _Job(options, words, hosts, size, least, most, _engine(options), in_slurm)
+    engine = "auto" if nodes is not None else _engine(options)
+    return _Job(options, words, hosts, size, least, most, engine, in_slurm, nodes)
+
+
+def _ranks_of_node(nodes: Nodes, options: RunOptions, words: list[str]) -> int:
+    """The number of ranks of this node of several."""
+    why = f"is not supported on the nodes of {nodes.platform}"
+    refuse_ignored(options, ["engine", "ps"], why, "alone")
+    size = options.np if isinstance(options.np, int) else nodes.ranks
+    if size is None or options.np == "auto":
+        size = _count(words, None)
+    first, total = nodes.node * size, nodes.count * size
+    command.say(
+        "tfdist-run",
+        f"{nodes.platform} says node {nodes.node} of {nodes.count}: ranks {first} to {first + size - 1} of {total}.",
+    )
+    return size
 
 
 def _count(words: list[str], discovery: str | None) -> int:
@@ -215,11 +243,11 @@ def _main(job: _Job | str) -> int:
         # Servers share the hosts of the ranks.
         names = [*names, *(names[server % len(names)] for server in range(options.ps))]
         reached = _reach(names, shell)
-        with environments(job.engine, _endpoints(names, reached), options.ps) as found:
+        with _environments(job, names, reached) as found:
             starts = []
             for index, (far, environment) in enumerate(zip(reached, found, strict=True)):
                 begin = RankProcess.start if far is None else far.start
-                environment = {**environment, MEANT_RANKS: str(job.size), JOB: token}
+                environment = {**environment, MEANT_RANKS: str(job.num_ranks), JOB: token}
                 if far is None:
                     environment[NEWEST] = str(newest)
                 if failed_at is not None:
@@ -235,6 +263,7 @@ def _main(job: _Job | str) -> int:
                 has_gpu=count_gpus() > 0 or any(far is not None for far in reached),
                 should_end=should_end,
                 newest_checkpoint=lambda: newest.read_text() if newest.exists() else None,
+                first_rank=job.nodes.node * job.size if job.nodes else 0,
             )
             return supervisor, supervisor.run()
 
@@ -265,6 +294,18 @@ def _reach(names: Sequence[str], shell) -> list[remote.ReachedHost | None]:
     far = [name for name in names if not is_this_machine(name)]
     reached = iter(remote.reach(far, shell))
     return [None if is_this_machine(name) else next(reached) for name in names]
+
+
+@contextlib.contextmanager
+def _environments(
+    job: _Job, names: Sequence[str], reached: Sequence[remote.ReachedHost | None]
+) -> Iterator[list[dict[str, str]]]:
+    """Yields the variables of each process."""
+    if job.nodes is not None:
+        yield job.nodes.variables(job.size)
+        return
+    with environments(job.engine, _endpoints(names, reached), job.options.ps) as found:
+        yield found
 
 
 def _endpoints(

@@ -53,6 +53,7 @@ class Supervisor:
         has_gpu: Whether ranks may have GPUs, so that CUDA's startup errors are shown.
         should_end: Called periodically; the ranks get a SIGTERM once it returns True.
         newest_checkpoint: Returns the newest saved checkpoint, or None if none is known.
+        first_rank: The rank of the first process.
 
     Attributes:
         was_asked: Whether `should_end` returned True.
@@ -74,7 +75,9 @@ class Supervisor:
         has_gpu: bool = True,
         should_end: Callable[[], bool] = lambda: False,
         newest_checkpoint: Callable[[], str | None] = lambda: None,
+        first_rank: int = 0,
     ):
+        self._first_rank = first_rank
         self._starts = starts
         self._size = len(starts) - servers
         self._servers = range(self._size, len(starts))
@@ -181,7 +184,7 @@ class Supervisor:
     def _name(self, rank: int) -> str:
         if rank in self._servers:
             return f"parameter server {rank - self._size}"
-        return f"rank {rank}"
+        return f"rank {self._first_rank + rank}"
 
     def _grace(self) -> float:
         """Seconds for the remaining ranks to end without a signal."""
@@ -217,7 +220,7 @@ class Supervisor:
             goes_on = self._servers and code not in (0, USAGE) and not is_ending
             if goes_on and rank < self._size and self._running_ranks():
                 said = process.describe(code).replace("failed first", "failed")
-                say("tfdist-run", f"rank {rank} {said}; the others continue.")
+                say("tfdist-run", f"{self._name(rank)} {said}; the others continue.")
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
@@ -314,7 +317,11 @@ class Supervisor:
         self._output.print(self._label(rank), lines)
 
     def _label(self, rank: int) -> bytes:
-        return b"ps%d" % (rank - self._size) if rank in self._servers else b"%d" % rank
+        return (
+            b"ps%d" % (rank - self._size)
+            if rank in self._servers
+            else b"%d" % (self._first_rank + rank)
+        )
 
     def _write(self, data: bytes) -> None:
         text = memoryview(data)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 from tfdist.launch.flags.options import define_flags, option, refuse_ignored
 from tfdist.launch.flags.values import UsageError
 from tfdist.launch.submit.indexed_job import indexed_job
-from tfdist.launch.submit.job_flags import OF_FAILURES, JobOptions, parse_size
+from tfdist.launch.submit.job_flags import OF_FAILURES, Job, JobOptions, parse_size
 from tfdist.launch.submit.kubernetes_names import check_mounts, check_name, check_path, labels_of
 from tfdist.launch.submit.manifests import to_yaml
 from tfdist.launch.submit.mpi_job import mpi_job
 from tfdist.launch.submit.pods import Pods
+from tfdist.launch.submit.train_job import train_job
 
 _VOLUME = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?):(/[^:\s]+)(:ro)?")
 
@@ -26,7 +28,11 @@ class KubernetesOptions:
     """The options specific to Kubernetes, and those of the job; see the flags of the same names."""
 
     job: JobOptions = dataclasses.field(default_factory=JobOptions)
-    kind: str = option("job", "A Job, or an MPIJob of the mpi-operator", choices=("job", "mpijob"))
+    kind: str = option(
+        "job",
+        "A Job, an MPIJob of the mpi-operator, or a TrainJob of Kubeflow Trainer",
+        choices=("job", "mpijob", "trainjob"),
+    )
     image: str | None = option(None, "Container image with tfdist and the command")
     namespace: str | None = option(None, "Namespace of the job")
     volume: tuple[str, ...] = option(
@@ -80,19 +86,19 @@ class KubernetesOptions:
         if self.kind == "mpijob":
             objects = [mpi_job(job, pods, launcher=self.launcher, ssh=ssh)]
         else:
-            self._check_is_for_a_job()
-            objects = indexed_job(job, pods)
+            of_mpi = ("launcher", "ssh_auth_mount_path")
+            refuse_ignored(self, of_mpi, "requires --kind=mpijob", f"--kind={self.kind}")
+            objects = train_job(job, pods) if self.kind == "trainjob" else self._job(job, pods)
         return to_yaml("Apply it with: kubectl apply -f FILE", objects)
 
-    def _check_is_for_a_job(self) -> None:
-        """Reject options that do not apply to a Job."""
+    def _job(self, job: Job, pods: Pods) -> list[dict[str, Any]]:
+        """The objects of a Job."""
         if placed := self.job.places_ranks:
             raise UsageError(
-                "--nodes and --ranks_per_node require --kind=mpijob, because Kubernetes places the pods "
-                f"of a Job. Received: {placed}. Use -np, or --kind=mpijob."
+                "--nodes and --ranks_per_node require --kind=mpijob or --kind=trainjob, because Kubernetes "
+                f"places the pods of a Job. Received: {placed}. Use -np, or another kind."
             )
-        of_mpi = ("launcher", "ssh_auth_mount_path")
-        refuse_ignored(self, of_mpi, "requires --kind=mpijob", "--kind=job")
+        return indexed_job(job, pods)
 
 
 FLAGS = define_flags(KubernetesOptions)

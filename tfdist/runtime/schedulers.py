@@ -1,6 +1,6 @@
-"""Ranks started by `mpirun` or `srun`: their numbers, and their rendezvous.
+"""Ranks started by `mpirun`, `srun` or `torchrun`, or one on each node: their numbers, and their rendezvous.
 
-Those launchers pass each process its rank, but not the addresses of the others. The first rank listens
+Those launchers pass each process its rank, but not the addresses of all others. The first rank listens
 at a port that all can compute, receives the host of each of the other ranks, and sends each the variables
 of an engine. `tfdist.runtime.job_key` has the secret that authenticates them.
 """
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from tfdist.runtime import AuthenticationError, Channel, Listener, bind, connect
 from tfdist.runtime.channel import has_fields
 from tfdist.runtime.job_key import JOB_TOKEN, job_key
+from tfdist.runtime.nodes import Nodes, find_nodes
 from tfdist.runtime.rendezvous import Endpoint, environments, free_ports, with_interface
 from tfdist.runtime.slurm import expand_node_list
 from tfdist.utils.checks import one_line
@@ -38,13 +39,26 @@ _PORTS = (12_000, 20_000)
 _VARIABLES = re.compile(r"HOROVOD_[A-Z_]+|TF_CONFIG|TFDIST_LOCAL_(RANK|SIZE)|NCCL_SOCKET_IFNAME")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 
+#: What launchers call the job, or its start.
+_JOB_NAMES = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "PET_MASTER_ADDR"),
+    *("TRAINING_JOB_NAME", "CLOUD_ML_JOB_ID"),
+)
+
 #: By launcher: the variables of the rank, of the number of ranks, and of that on this host.
 _LAUNCHERS = {
+    # First, because others may start it.
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     # Of a step: the script of a batch job has the variables of its allocation, but is not a rank.
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
 }
+#: Variables of torchrun that others have too; with these it is torchrun.
+_OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
+#: Of torchrun: its agent listens at MASTER_PORT.
+_HAS_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +69,19 @@ class Started:
     rank: int
     size: int
     local_size: int | None
+    nodes: Nodes | None = None
 
 
 def started_by_scheduler(environment: Mapping[str, str] = os.environ) -> Started | None:
-    """The data of `mpirun` or `srun`, if it started this process as one of several; else None."""
+    """The data of the launcher that started this process as one of several; else None."""
     for launcher, (rank, size, local_size) in _LAUNCHERS.items():
+        if launcher == "torchrun" and not all(name in environment for name in _OF_TORCHRUN):
+            continue
         if rank in environment and size in environment and int(environment[size]) > 1:
             local = int(environment[local_size]) if local_size in environment else None
             return Started(launcher, int(environment[rank]), int(environment[size]), local)
-    return None
+    nodes = find_nodes(environment)
+    return None if nodes is None else Started(nodes.platform, nodes.node, nodes.count, 1, nodes)
 
 
 def join(engine: str, started: Started) -> None:
@@ -71,8 +89,14 @@ def join(engine: str, started: Started) -> None:
 
     Raises:
         TimeoutError: Not all ranks connected.
-        ValueError: The address of the first rank is unknown.
+        ValueError: The address of the first rank is unknown, or a node should have several ranks.
     """
+    ranks = 1 if started.nodes is None else started.nodes.ranks or 1
+    if ranks > 1:
+        raise ValueError(
+            f"Each node must have {ranks} ranks, as {started.launcher} says. Received: one process. Start "
+            "the ranks of each node: `tfdist-run -- python train.py`."
+        )
     address = meeting_point(started, os.environ)
     own = Hello(socket.gethostname(), free_ports(1)[0])
     is_one_host = started.local_size == started.size
@@ -111,6 +135,10 @@ def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str
     """
     first, end = _PORTS
     port = first + zlib.crc32("/".join(_job(started, environment)).encode()) % (end - first)
+    if started.launcher == "torchrun" and environment.get(_HAS_AGENT) == "True":
+        return environment["MASTER_ADDR"], port
+    if started.nodes is not None:
+        return started.nodes.host, started.nodes.port
     address = environment.get("MASTER_ADDR")
     if address is None and started.local_size == started.size:
         address = "127.0.0.1"
@@ -128,7 +156,7 @@ def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str
 
 def _job(started: Started, environment: Mapping[str, str]) -> list[str]:
     """The launcher's names of the job; the same on all ranks."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    names = _JOB_NAMES + (_OF_TORCHRUN if started.launcher == "torchrun" else ())
     job = [environment[name] for name in names if name in environment]
     if not job and started.local_size == started.size:
         job = [str(os.getppid())]  # The launcher's process, the parent of all.
@@ -139,13 +167,7 @@ def _receive(
     engine: str, address: tuple[str, int], key: bytes, size: int, own: Hello, deadline: float
 ) -> dict[str, str]:
     """Waits for all other ranks and sends each its variables; returns those of this rank, the first."""
-    try:
-        listening = bind(*address)
-    except OSError as error:
-        raise OSError(
-            f"Rank 0 cannot listen for the other ranks at port {address[1]}: {error.strerror}. Set "
-            "MASTER_PORT to a free port for all ranks."
-        ) from error
+    listening = _listen(address, deadline)
     hellos, channels = {0: own}, {}
     with (
         contextlib.ExitStack() as stack,
@@ -182,6 +204,25 @@ def _receive(
         for rank, channel in channels.items():
             channel.send(found[rank], _HELLO_SECONDS)
     return found[0]
+
+
+def _listen(address: tuple[str, int], deadline: float) -> socket.socket:
+    """Listens at the address of this rank, once its name resolves: new pods have a name before it does."""
+    while True:
+        try:
+            return bind(*address)
+        except socket.gaierror as error:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise TimeoutError(
+                    f"The name of rank 0's host must resolve. Received: {address[0]}, {error.strerror}, for "
+                    f"{_MEET_SECONDS:.0f} s. Set MASTER_ADDR to its address."
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+        except OSError as error:
+            raise OSError(
+                f"Rank 0 cannot listen for the other ranks at port {address[1]}: {error.strerror}. Set "
+                "MASTER_PORT to a free port for all ranks."
+            ) from error
 
 
 def _hear(channel: Channel, rank: int, since: float) -> Hello | OSError | None:

@@ -321,7 +321,10 @@ def test_files_that_are_wrong_are_found(one_process, tmp_path, dtype):
     )
     assert right < (1e-5 if dtype == "float32" else 2e-3)
     assert "must compute the logits of the exported model" in wrong
-    assert "must be a folder of an exported model or adapter" in none and str(tmp_path / "none") in none
+    assert (
+        "must be a folder of an exported model or adapter" in none
+        and str(tmp_path / "none") in none
+    )
 
 
 BESIDE = {

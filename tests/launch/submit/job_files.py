@@ -37,6 +37,9 @@ FILES = {
         --run_as_user=1000 --ssh_auth_mount_path=/home/mpiuser/.ssh {TRAIN}""",
     "mpijob_mpirun.yaml": f"""kubernetes {SHARED} {ON_PODS} --kind=mpijob --launcher=mpirun -np 8
         --nodes=2 {TRAIN}""",
+    "trainjob_small.yaml": "kubernetes --kind=trainjob -np 2 --nodes=2 --image=train:1 -- python train.py",
+    "trainjob.yaml": f"""kubernetes {SHARED} {ON_PODS} --kind=trainjob --nodes=2 --ranks_per_node=4
+        --run_as_user=1000 {TRAIN}""",
 }
 MANIFESTS = [name for name in FILES if name.endswith(".yaml")]
 SCRIPTS = [name for name in FILES if name.endswith(".sh")]

@@ -7,6 +7,8 @@ refuses beyond that. With the definition itself in a file, `TFDIST_MPIJOB_CRD=FI
 look whether the list is right, and check all MPIJobs by the definition too:
 
     https://raw.githubusercontent.com/kubeflow/mpi-operator/v0.8.0/manifests/base/kubeflow.org_mpijobs.yaml
+
+For a TrainJob they are the models of Kubeflow Trainer 2.3, in the package kubeflow-trainer-api.
 """
 
 from __future__ import annotations
@@ -14,8 +16,13 @@ from __future__ import annotations
 import copy
 
 import jsonschema
+import pydantic
 import referencing
 import yaml
+from kubeflow_trainer_api.models import (
+    TrainerV1alpha1TrainingRuntime,
+    TrainerV1alpha1TrainJob,
+)
 from kubernetes_validate import ValidationError, validate
 from kubernetes_validate.utils import schema_contents
 
@@ -73,6 +80,9 @@ def check(manifest: dict, version: str) -> None:
     Raises:
         ValidationError: It would be refused.
     """
+    if manifest["kind"] in _TRAINER:
+        _check_by_models(manifest, version)
+        return
     if manifest["kind"] != "MPIJob":
         validate(manifest, version, strict=True)
         return
@@ -88,6 +98,21 @@ def check(manifest: dict, version: str) -> None:
     )
     registry = referencing.Resource.from_contents(definitions) @ referencing.Registry()
     _validate(jsonschema.Draft202012Validator(whole, registry=registry), manifest, version)
+
+
+_TRAINER = {"TrainJob": TrainerV1alpha1TrainJob, "TrainingRuntime": TrainerV1alpha1TrainingRuntime}
+
+
+def _check_by_models(manifest: dict, version: str) -> None:
+    """Compares an object of Kubeflow Trainer with its models, which drop fields that they do not know."""
+    try:
+        kept = _TRAINER[manifest["kind"]].from_dict(copy.deepcopy(manifest)).to_dict()
+    except (pydantic.ValidationError, AttributeError, TypeError) as error:
+        raise ValidationError(jsonschema.ValidationError(str(error)), version) from error
+    if kept != manifest:
+        raise ValidationError(
+            jsonschema.ValidationError(f"Fields were dropped: {manifest} became {kept}"), version
+        )
 
 
 _OBJECT_META = "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"

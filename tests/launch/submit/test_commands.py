@@ -105,7 +105,7 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
         ("slurm -np 2 --output=/nowhere/job.sh -- a", "--output=/nowhere/job.sh cannot be"),
         ("kubernetes -np 2 -- a", "requires an image"),
         (f"{POD} --partition=a -- a", "partition"),
-        (f"{POD} --nodes=2 -- a", "Received: --nodes=2. Use -np, or --kind=mpijob."),
+        (f"{POD} --nodes=2 -- a", "Received: --nodes=2. Use -np, or another kind."),
         (f"{POD} --ssh_auth_mount_path=/a/.ssh -- a", "requires --kind=mpijob. Received"),
         (f"{POD} --launcher=mpirun -- a", "--launcher requires --kind=mpijob."),
         (f"{POD} --name=Train -- a", "--name must be a host name in Kubernetes"),

@@ -24,11 +24,18 @@ def objects(name):
     return list(yaml.safe_load_all(golden(name)))
 
 
+KINDS = {
+    "job": ["Service", "Job"],
+    "mpijob": ["MPIJob"],
+    "trainjob": ["TrainingRuntime", "TrainJob"],
+}
+
+
 @pytest.mark.parametrize("version", kubernetes_schemas.VERSIONS)
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_kubernetes_would_accept_it(name, version):
     kinds = [each["kind"] for each in objects(name)]
-    assert kinds == (["MPIJob"] if "mpijob" in name else ["Service", "Job"])
+    assert kinds == KINDS[name.removesuffix(".yaml").partition("_")[0]]
     for each in objects(name):
         kubernetes_schemas.check(each, version)
 
@@ -54,6 +61,17 @@ WRONG = {
         ("spec mpiReplicaSpecs Launcher template spec container", []),
         ("spec mpiReplicaSpecs Launcher template spec containers 0 args", "python"),
     ],
+    "trainjob.yaml": [
+        ("0 spec mlPolicy tensorflow", {}),
+        ("0 spec mlPolicy numNodes", "2"),
+        ("0 spec template spec replicatedJobs 0 template spec backOffLimit", 0),
+        ("0 spec template spec replicatedJobs 0 template spec template spec container", []),
+        ("0 spec template spec failurePolicy maxRestarts", "3"),
+        ("0 spec template spec failurePolicy rules 0 onJobFailureReason", []),
+        ("1 spec runtimeRef name", None),
+        ("1 spec trainer numProcPerNode", "4"),
+        ("1 spec trainers", {}),
+    ],
 }
 
 
@@ -62,9 +80,8 @@ WRONG = {
     [(name, *wrong) for name, cases in WRONG.items() for wrong in cases],
 )
 def test_kubernetes_would_not_accept_anything(name, path, value):
-    manifest = objects(name)[-1]
     *parents, last = [int(word) if word.isdigit() else word for word in path.split()]
-    part = manifest
+    part = manifest = objects(name)[parents.pop(0) if isinstance(parents[0], int) else -1]
     for word in parents:
         part = part[word]
     if value is None:
@@ -237,3 +254,25 @@ def test_words_are_written_without_quotes():
 def test_nothing_is_written_by_reference():
     for name in MANIFESTS:
         assert not re.search(r"[&*]id\d", golden(name))
+
+
+@pytest.mark.parametrize("name", ["trainjob_small.yaml", "trainjob.yaml"])
+def test_the_nodes_of_a_train_job(name):
+    runtime, job = objects(name)
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    # Trainer gives its variables to the container of this name, in the Job of this label.
+    assert node["name"] == "node"
+    labels = node["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "node" and container["command"][0] == "tfdist-run"
+    assert job["spec"]["runtimeRef"] == {
+        "kind": "TrainingRuntime",
+        "name": runtime["metadata"]["name"],
+    }
+    assert runtime["metadata"].get("namespace") == job["metadata"].get("namespace")
+    nodes = job["spec"]["trainer"]["numNodes"]
+    assert nodes == runtime["spec"]["mlPolicy"]["numNodes"] == 2
+    ranks = job["spec"]["trainer"]["numProcPerNode"]
+    cpus = int(container["resources"]["limits"]["cpu"])
+    assert (ranks, cpus) == ((1, 1) if "small" in name else (4, 32))
