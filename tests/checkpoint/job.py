@@ -89,7 +89,8 @@ with strategy.scope():
         "experts": build_experts,
     }
     model, data = builders[kind](rows=BATCHES * BATCH)
-saver = tfdist.callbacks.Checkpointer(folder / "saved", every_steps=3, keep_last=3)
+saved = os.environ.get("SAVED", str(folder / "saved"))
+saver = tfdist.callbacks.Checkpointer(saved, every_steps=3, keep_last=3)
 model.fit(
     *data, batch_size=BATCH, epochs=EPOCHS, shuffle=True, verbose=0, callbacks=[saver, Kill()]
 )

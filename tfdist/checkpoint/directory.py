@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections.abc import Iterable
 
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import step_of
@@ -17,12 +18,7 @@ _NEWEST = "newest.json"
 def folders(directory: str) -> dict[str, bool]:
     """The folders of checkpoints in a directory, and whether each checkpoint is complete."""
     if is_address(directory):
-        found: dict[str, bool] = {}
-        for name in Storage(directory).names("step-"):
-            folder, _, rest = name.partition("/")
-            if rest and step_of(folder) is not None:
-                found[folder] = found.get(folder, False) or rest == MANIFEST
-        return found
+        return _listed(Storage(directory).names("step-"))
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -34,6 +30,16 @@ def folders(directory: str) -> dict[str, bool]:
         for name in names
         if step_of(name) is not None
     }
+
+
+def _listed(names: Iterable[str]) -> dict[str, bool]:
+    """The same from the names of all files."""
+    found: dict[str, bool] = {}
+    for name in names:
+        folder, _, rest = name.partition("/")
+        if rest and step_of(folder) is not None:
+            found[folder] = found.get(folder, False) or rest == MANIFEST
+    return found
 
 
 def complete_checkpoints(directory: str) -> list[str]:
@@ -49,13 +55,61 @@ def latest(directory: str | os.PathLike) -> str | None:
         StorageError: The directory cannot be read.
     """
     path = checked_directory(directory)
-    found = complete_checkpoints(path)
+    newest = _newest_of_address(path) if is_address(path) else None
+    found = [newest] if newest else complete_checkpoints(path)
     return posixpath.join(path, found[0]) if found else None
+
+
+def _newest_of_address(directory: str) -> str | None:
+    """The newest complete checkpoint by the record; None without one.
+
+    A store would list the files of all checkpoints, a thousand in each request.
+    """
+    storage = Storage(directory)
+    try:
+        record = _record(storage)
+    except StorageError:
+        return None  # It is corrupt, or the list will fail too.
+    complete = [name for name in record.values() if storage.names(f"{name}/{MANIFEST}")]
+    is_known = record.get("folder") in complete and record.get("largest") in complete
+    return max(complete, key=_order) if is_known else None
+
+
+def _record(storage: Storage) -> dict[str, str]:
+    """The record of a directory; empty without one.
+
+    "folder" is the checkpoint that was completed last, "largest" that of the latest step so far, and "next" one that
+    may be complete.
+    """
+    record = storage.read_json(_NEWEST)
+    names = record.items() if isinstance(record, dict) else ()
+    return {key: name for key, name in names if isinstance(name, str) and step_of(name) is not None}
+
+
+def record_next(directory: str, folder: str) -> None:
+    """Records which checkpoint will be completed next."""
+    if is_address(directory):
+        storage = Storage(directory)
+        storage.write_json(_NEWEST, _readable_record(storage) | {"next": folder})
 
 
 def record_newest(directory: str, folder: str) -> None:
     """Records which checkpoint was completed last."""
-    Storage(directory).write_json(_NEWEST, {"folder": folder})
+    storage = Storage(directory)
+    record = {"folder": folder}
+    if is_address(directory):
+        earlier = _readable_record(storage)
+        names = [earlier[key] for key in ("folder", "largest") if key in earlier]
+        record["largest"] = max([folder, *names], key=_order)
+    storage.write_json(_NEWEST, record)
+
+
+def _readable_record(storage: Storage) -> dict[str, str]:
+    """The record; empty if it is corrupt, as it is about to be replaced."""
+    try:
+        return _record(storage)
+    except StorageError:
+        return {}
 
 
 def lost(directory: str) -> list[str]:
@@ -67,11 +121,10 @@ def lost(directory: str) -> list[str]:
         if not found[folder] and _order(folder) > best and (why := _why(directory, folder)):
             lines.append(f"{directory}/{folder} is no longer a checkpoint: {why}.")
     try:
-        record = Storage(directory).read_json(_NEWEST)
+        newest = _record(Storage(directory)).get("folder")
     except StorageError as error:
         return [*lines, str(error)]
-    newest = record.get("folder") if isinstance(record, dict) else None
-    if isinstance(newest, str) and step_of(newest) is not None and newest not in found:
+    if newest is not None and newest not in found:
         lines.append(f"{directory}/{newest}, the newest checkpoint, is missing.")
     return lines
 

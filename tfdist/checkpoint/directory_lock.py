@@ -192,15 +192,22 @@ class _RenewedLock:
     def try_acquire(self) -> bool:
         content, version = self._files.read_version(LOCK)
         owner = Owner.parse(content or b"")
+        if owner is not None and self._is_here(owner):
+            return self._acquired(version)
         is_ours = owner is not None and owner.job and owner.job == self._here.job
         if owner is not None and not is_ours and not owner.is_gone():
             return False
         written = self._files.write_version(LOCK, self._here.content(), version)
-        if written is None:
-            return False
-        self._version = written
+        return written is not None and self._acquired(written)
+
+    def _acquired(self, version: bytes) -> bool:
+        self._version = version
         self._thread.start()
         return True
+
+    def _is_here(self, owner: Owner) -> bool:
+        """Whether this lock wrote the owner: a store may write and lose its answer."""
+        return dataclasses.replace(owner, renewed=self._here.renewed) == self._here
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):
@@ -209,8 +216,11 @@ class _RenewedLock:
             with contextlib.suppress(OSError):
                 version = self._files.write_version(LOCK, renewed.content(), self._version)
                 if version is None:
-                    self._lost = self.owner() or self._here
-                    return
+                    content, version = self._files.read_version(LOCK)
+                    owner = Owner.parse(content or b"")
+                    if owner is None or not self._is_here(owner):
+                        self._lost = owner or self._here
+                        return
                 self._version = version
 
     def check(self) -> None:

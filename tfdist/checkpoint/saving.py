@@ -27,7 +27,7 @@ from tfdist.checkpoint.chunks import (
     decode,
     folder_of_array,
 )
-from tfdist.checkpoint.directory import record_newest
+from tfdist.checkpoint.directory import record_newest, record_next
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.entries import entries_of, gather_arrays
 from tfdist.checkpoint.errors import CheckpointError, StorageError
@@ -315,12 +315,13 @@ class Save:
             raise StorageError(
                 f"{self.path} is not complete: no rank has written {', '.join(missing[:3])}."
             )
+        directory, _, folder = self.path.rpartition("/")
+        record_next(directory, folder)
         dataclasses.replace(self._manifest, files=digests).write(storage)
         self._is_complete = True
         for kind in ("parts", "digests"):
             storage.delete_below(kind)
         storage.delete_file(UNFINISHED)
-        directory, _, folder = self.path.rpartition("/")
         record_newest(directory, folder)
         self._on_complete(self.path)
 

@@ -24,6 +24,8 @@ UNFINISHED = "unfinished"
 
 #: The size limit of a small file. A manifest has some 200 bytes for each array.
 _JSON_BYTES = 256 << 20
+#: A request to a store is given up after some two minutes: TensorStore would go on for a quarter of an hour.
+_RETRIES = {"max_retries": 12, "initial_delay": "500ms", "max_delay": "16s"}
 #: Written and deleted to test whether a folder is writable.
 _PROBE = "probe"
 
@@ -54,7 +56,7 @@ class Storage:
     def _below(self, folder: str) -> Any:
         """TensorStore's specification of a folder, whose name ends with a slash."""
         if self._local is None:
-            return f"{self.path}/{folder}"
+            return _in_store(self.path, folder)
         return {"driver": "file", "path": f"{self._local.rstrip('/')}/{folder}"}
 
     # -- small files --------------------------------------------------------------------------
@@ -171,6 +173,37 @@ class Storage:
             raise StorageError(
                 f"Could not {what} `{name}` in {self.path}: {_first(error)}"
             ) from error
+
+
+def _in_store(path: str, folder: str) -> dict[str, Any]:
+    """TensorStore's specification of a folder in an object store."""
+    scheme, _, address = path.partition("://")
+    bucket, _, rest = address.partition("/")
+    driver = "gcs" if scheme == "gs" else scheme
+    return {
+        "driver": driver,
+        "bucket": bucket,
+        "path": f"{rest}/{folder}" if rest else folder,
+        f"{driver}_request_retries": _RETRIES,
+        **(_s3_options() if scheme == "s3" else {}),
+    }
+
+
+def _s3_options() -> dict[str, Any]:
+    """The options of S3, by the variables of Amazon's tools.
+
+    TensorStore itself does not read those of endpoint and region, and looks for a profile before the keys.
+    """
+    found: dict[str, Any] = {}
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        found = {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    elif region:
+        found["aws_region"] = region
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        found["aws_credentials"] = {"type": "environment"}
+    return found
 
 
 def _first(error: Exception) -> str:
