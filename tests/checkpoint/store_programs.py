@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tfdist.checkpoint import directory
+from tfdist import checkpoint
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import DirectoryInUseError
 
@@ -36,21 +36,19 @@ def save(address: str) -> None:
     """Saves steps 10 to 30, and restores the newest."""
     import keras
 
-    from tfdist import checkpoint
-
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(4)])
     for step in (10, 20, 30):
         model.set_weights([value * 0 + step for value in model.get_weights()])
         checkpoint.save(address, model, step=step)
     model.set_weights([value * 0 for value in model.get_weights()])
-    print(directory.latest(address))
+    print(checkpoint.latest(address))
     found = checkpoint.restore(address, model).step
     print(found, all((value == step).all() for value in model.get_weights()))
 
 
 def latest(address: str) -> None:
     """Prints the newest checkpoint."""
-    print(directory.latest(address))
+    print(checkpoint.latest(address))
 
 
 if __name__ == "__main__":
