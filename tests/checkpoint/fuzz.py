@@ -1,4 +1,4 @@
-"""Damages checkpoints at random and restores: `python -m tests.checkpoint.fuzz --cases=2000 --seed=7`.
+"""Damages checkpoints at random and restores: `python -m tests.checkpoint.fuzz --cases=2000 --seed=7 [--s3]`.
 
 Each case begins with good checkpoints of steps 10 and 20, of which the newer is damaged. What follows is
 either step 20 bit for bit, or step 10 bit for bit and a warning of one line that names what is damaged,
@@ -28,6 +28,7 @@ import keras
 import numpy as np
 
 from tests.checkpoint.damages_of_descriptions import BOUND, DAMAGES, RECORDED
+from tests.checkpoint.stores import BUCKET, S3, s3
 
 __all__ = ["Fuzzer", "run"]
 
@@ -76,14 +77,15 @@ class Fuzzer:
     Args:
         folder: Where they lie, and where each case gets a copy.
         version: The format of the checkpoints.
+        server: An object store, in which the damaged copy then is; None for a folder.
     """
 
-    def __init__(self, folder: Path, version: int = 2):
+    def __init__(self, folder: Path, version: int = 2, server: S3 | None = None):
         from tfdist import checkpoint
         from tfdist.checkpoint import chunks
 
         self._restore, self._error = checkpoint.restore, checkpoint.CheckpointError
-        self._base, self._work = folder / "base", folder / "work"
+        self._base, self._work, self._server = folder / "base", folder / "work", server
         self._names = sorted(set(DAMAGES) - (BOUND | RECORDED if version == 1 else set()))
         if version == 1:
             shutil.unpack_archive(_GOLDEN / "counting.tar.xz", self._base, filter="data")
@@ -126,11 +128,15 @@ class Fuzzer:
         new, old = self._work / self._new.name, self._work / self._old.name
         DAMAGES[name](chance, new, old)
         self._fill(3)
-        before, disk = values_of(self._model), _snapshot(self._work)
+        address: Path | str = self._work
+        if self._server is not None:
+            self._server.upload(self._work, "work")
+            address = f"s3://{BUCKET}/work"
+        before, disk = values_of(self._model), self._snapshot()
         said: list[str] = []
         try:
             with _within(_CASE_SECONDS), _heard(said):
-                self._restore(self._work, self._model)
+                self._restore(address, self._model)
         except self._error as error:
             said = [str(error)]
             outcome = "an error" if values_of(self._model) == before else "partly assigned"
@@ -143,7 +149,7 @@ class Fuzzer:
         lines = [line for line in said if "\n" in line or "\r" in line]
         if lines:
             return f"{name}: not one line: {lines[0]!r}"
-        if _snapshot(self._work) != disk:
+        if self._snapshot() != disk:
             return f"{name}: files were touched"
         if outcome in ("an error", self._new.name):
             return ""
@@ -152,6 +158,9 @@ class Fuzzer:
         if not any(self._new.name in line for line in said):
             return f"{name}: step 10 without a word on {self._new.name}, but {said}"
         return ""
+
+    def _snapshot(self) -> list:
+        return _snapshot(self._work) if self._server is None else self._server.names()
 
 
 def _snapshot(folder: Path) -> list[tuple]:
@@ -203,7 +212,9 @@ def _heard(said: list[str]) -> Iterator[None]:
         logger.propagate = propagates
 
 
-def run(cases: int, seed: str, version: int = 2, every: bool = False) -> list[str]:
+def run(
+    cases: int, seed: str, version: int = 2, every: bool = False, in_s3: bool = False
+) -> list[str]:
     """Runs cases, and returns what was wrong.
 
     Args:
@@ -211,11 +222,15 @@ def run(cases: int, seed: str, version: int = 2, every: bool = False) -> list[st
         seed: Each case draws from a generator of this seed and its number.
         version: The format of the checkpoints.
         every: Whether each kind of damage gets a case before chance decides.
+        in_s3: Whether they are in an object store.
     """
     wrong: list[str] = []
     fast = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=fast) as folder:
-        fuzzer = Fuzzer(Path(folder), version)
+    with tempfile.TemporaryDirectory(dir=fast) as folder, contextlib.ExitStack() as stack:
+        server = stack.enter_context(s3()) if in_s3 else None
+        if server is not None:
+            stack.enter_context(mock.patch.dict(os.environ, server.direct))
+        fuzzer = Fuzzer(Path(folder), version, server)
         names = fuzzer._names if every else []
         for number in range(cases):
             name = names[number] if number < len(names) else None
@@ -236,10 +251,11 @@ def main() -> int:
     parser.add_argument("--seed", default=str(random.SystemRandom().randrange(1 << 32)))
     parser.add_argument("--format", type=int, choices=(1, 2), default=2)
     parser.add_argument("--every", action="store_true", help="Each kind of damage first.")
+    parser.add_argument("--s3", action="store_true", help="In an object store.")
     options = parser.parse_args()
     print(f"--seed={options.seed}", flush=True)
     begun = time.monotonic()
-    wrong = run(options.cases, options.seed, options.format, options.every)
+    wrong = run(options.cases, options.seed, options.format, options.every, options.s3)
     for each in wrong:
         print(each)
     seconds = time.monotonic() - begun

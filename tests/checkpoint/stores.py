@@ -110,12 +110,15 @@ class S3:
     Attributes:
         proxy: The proxy.
         variables: What a process needs to reach it through the proxy.
+        direct: The same without the proxy.
     """
 
     def __init__(self, port: int):
         self.proxy = Proxy(port)
         endpoint = f"http://127.0.0.1:{self.proxy.port}"
         self.variables = {**_CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}
+        self.direct = {**_CREDENTIALS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        self._uploaded: dict[str, bytes] = {}
         self._client = boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{port}",
@@ -144,12 +147,21 @@ class S3:
         self._client.put_object(Bucket=BUCKET, Key=name, Body=content)
 
     def upload(self, folder: Path, prefix: str) -> None:
-        """Makes the objects below a prefix the regular files of a folder."""
-        for name in self.names(f"{prefix}/"):
+        """Makes the objects below a prefix the regular files of a folder.
+
+        Only those that differ from what was uploaded before are written.
+        """
+        wanted = {
+            f"{prefix}/{path.relative_to(folder)}": path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.is_symlink()
+        }
+        for name in set(self._uploaded) - set(wanted):
             self.delete(name)
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and not path.is_symlink():
-                self.put(f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
+        for name, content in wanted.items():
+            if self._uploaded.get(name) != content:
+                self.put(name, content)
+        self._uploaded = wanted
 
     def download(self, prefix: str, folder: Path) -> None:
         """Writes the objects below a prefix to a folder."""

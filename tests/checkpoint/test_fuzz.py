@@ -47,6 +47,13 @@ def test_many_cases(version, cases):
     check(f"--cases={cases}", f"--format={version}", timeout=2900)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cases", [60, pytest.param(500, marks=full_cross)])
+def test_many_cases_in_s3(cases):
+    check(f"--cases={cases}", "--s3", timeout=3500)
+
+
 def on_ranks_with(folder: str, work: str, seed: str):
     """What a rank of two finds: which checkpoint it has, or the error."""
     from tests.models.gpt_programs import scope
