@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.launch.flags.options import names, option, refuse_ignored
-from tfdist.launch.flags.values import UsageError, input_file
+from tfdist.launch.flags.values import UsageError, data_file, input_file
 
 CHAT = "chat:"
 
@@ -56,13 +56,13 @@ class ChatOptions:
                 self, names(self), "requires --dataset=chat:FILE", f"--dataset={dataset}"
             )
             return
-        input_file("dataset", dataset.removeprefix(CHAT), CHAT)
+        data_file("dataset", dataset.removeprefix(CHAT), CHAT)
         if self.validation is not None:
             if not self.validation.startswith(CHAT):
                 raise UsageError(
                     f"--validation must be chat:FILE. Received: --validation={self.validation}."
                 )
-            input_file("validation", self.validation.removeprefix(CHAT), CHAT)
+            data_file("validation", self.validation.removeprefix(CHAT), CHAT)
         if self.chat_template is not None:
             input_file("chat_template", self.chat_template)
 

@@ -294,9 +294,7 @@ def _save(given: FinetuneOptions, task, model, preprocessor) -> list[str]:
             try:
                 apart = hub.verify_export(model, place / kind, python=given.verify_with)
             except ImportError as error:
-                raise UsageError(
-                    f"--export={kind} cannot be verified: {error}"
-                ) from error
+                raise UsageError(f"--export={kind} cannot be verified: {error}") from error
             except ValueError as error:
                 raise UsageError(f"--export={kind} was written, but is wrong: {error}") from error
             if apart is not None:

@@ -12,7 +12,7 @@ from tfdist.launch.flags.checkpoint import CheckpointOptions
 from tfdist.launch.flags.mesh import Layout, MeshOptions
 from tfdist.launch.flags.optimizer import PresetOptimizerOptions, read_recompute
 from tfdist.launch.flags.options import option, refuse_ignored
-from tfdist.launch.flags.values import UsageError, folder, refuse
+from tfdist.launch.flags.values import UsageError, data_folder, folder, refuse
 from tfdist.launch.train.corpus import check_source
 from tfdist.launch.train.world import StrategyOptions
 
@@ -144,7 +144,7 @@ class FinetuneOptions:
                 self, ["data_dir"], "requires --dataset=tfds:NAME", f"--dataset={self.dataset}"
             )
         elif self.data_dir is not None:
-            folder("data_dir", self.data_dir)
+            data_folder("data_dir", self.data_dir)
         if self.quantize != "none" and not self.lora_rank:
             raise UsageError(
                 "--quantize requires --lora_rank, because quantized weights are not trained. Received: "

@@ -14,6 +14,7 @@ from typing import Any
 
 from absl import flags
 
+from tfdist.runtime.directories import SCHEMES, checked_directory, is_address
 from tfdist.utils.checks import LARGEST, shown
 from tfdist.utils.errors import TfdistError
 
@@ -75,6 +76,17 @@ def _check_text(name: str, text: str) -> None:
         raise refuse(name, text, f"a text of at most {_MOST_CHARACTERS:,} characters")
 
 
+def data_folder(flag: str, path: str) -> None:
+    """Check the path of a folder of data sets, or an address that TensorFlow reads."""
+    if not is_address(path):
+        folder(flag, path)
+    elif not path.startswith("gs://"):
+        raise UsageError(
+            f"--{flag} must be a folder, or an address gs://bucket/folder. Received: --{flag}={path}. Copy the "
+            "data, or mount the bucket."
+        )
+
+
 def folder(flag: str, path: str) -> None:
     """Check the path of a folder that exists or can be created, other than the root."""
     found = os.path.abspath(os.path.expanduser(path))
@@ -103,6 +115,21 @@ def input_file(flag: str | None, path: str, prefix: str = "") -> None:
         raise UsageError(f"{given} is not a file.")
     if not os.access(found, os.R_OK):
         raise UsageError(f"{given} cannot be read: permission denied.")
+
+
+def data_file(flag: str, path: str, prefix: str = "") -> None:
+    """Check the path of a readable file, or the address of one in an object store, which is not opened."""
+    if not is_address(path):
+        input_file(flag, path, prefix)
+        return
+    try:
+        checked_directory(path, flag)
+    except ValueError:
+        schemes = " or ".join(f"{scheme}://bucket/name" for scheme in SCHEMES)
+        raise UsageError(
+            f"--{flag} must be {prefix}FILE, or an address: {prefix}{schemes}. Received: "
+            f"--{flag}={prefix}{path}."
+        ) from None
 
 
 def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:

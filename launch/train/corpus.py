@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdist.launch.flags.values import UsageError, input_file
+from tfdist.launch.flags.values import UsageError, data_file
 
 _FILE, _TFDS = "text:", "tfds:"
 #: Characters per call of the tokenizer, which limits the memory of its copies.
@@ -24,7 +24,7 @@ def check_source(source: str) -> None:
         UsageError: The value is malformed, or the file cannot be read.
     """
     if source.startswith(_FILE):
-        input_file("dataset", source.removeprefix(_FILE), _FILE)
+        data_file("dataset", source.removeprefix(_FILE), _FILE)
     elif source != "pydoc" and not (source.startswith(_TFDS) and source.removeprefix(_TFDS)):
         raise UsageError(
             "--dataset must be text:FILE, tfds:NAME or tfds:NAME/FEATURE, or pydoc. Received: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tfdist.launch.flags.command import say
-from tfdist.launch.flags.values import UsageError, folder, refuse
+from tfdist.launch.flags.values import UsageError, data_folder, refuse
 from tfdist.launch.train.tasks import Data, Settings, Task
 
 #: A name, a configuration and a version in TFDS syntax.
@@ -40,7 +40,7 @@ class Images(Task):
                 "digits, or the name of a dataset of TensorFlow Datasets",
             )
         if settings.data_dir is not None:
-            folder("data_dir", settings.data_dir)
+            data_folder("data_dir", settings.data_dir)
         if settings.layout.tensor > 1:
             raise UsageError(
                 f"--tensor is not supported for --model={settings.model}. Received: "

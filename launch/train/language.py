@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tfdist.launch.flags.mesh import Layout
 from tfdist.launch.flags.model_sizes import LONG, sizes_of
 from tfdist.launch.flags.options import as_given, option, refuse_ignored
-from tfdist.launch.flags.values import UsageError, input_file
+from tfdist.launch.flags.values import UsageError, data_file
 from tfdist.launch.plan.automatic import Automatic, chosen
 from tfdist.launch.train.fitting import warmup_cosine
 from tfdist.launch.train.tasks import Data, Settings, Task
@@ -86,7 +86,7 @@ class LanguageOptions:
                 f"--data_dir={settings.data_dir} --model={settings.model}."
             )
         if settings.dataset.startswith("text:"):
-            input_file("dataset", settings.dataset.removeprefix("text:"), "text:")
+            data_file("dataset", settings.dataset.removeprefix("text:"), "text:")
         if self.config is None:
             _check_divides("width", self.width, "heads", self.heads)
             _check_divides("heads", self.heads, "tensor", settings.layout.tensor)

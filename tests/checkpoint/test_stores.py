@@ -233,3 +233,34 @@ def test_google(tmp_path):
             )
             assert (done.returncode == 0) == bool(number), done.stdout[-3000:] + done.stderr[-3000:]
         assert f"/{SAVED.format(60)}" in run(variables, "latest", f"gs://{stores.BUCKET}/x")
+
+
+def test_data_by_address(s3, monkeypatch):
+    from tfdist.addons.datasets import load_text
+
+    for name, value in s3.variables.items():
+        monkeypatch.setenv(name, value)
+    s3.put("data/notes.txt", b"0123456789" * 10)
+    text = load_text("text:s3://runs/data/notes.txt")
+    assert bytes(text.train) == b"0123456789" * 9 and len(text.validation) == 10
+    with pytest.raises(ValueError, match=r"s3://runs/data/none\.txt' cannot be read: No such file"):
+        load_text("text:s3://runs/data/none.txt")
+
+
+@pytest.mark.slow
+def test_training_on_data_by_address(s3, tmp_path):
+    s3.put("data/notes.txt", (ROOT / "README.md").read_bytes())
+    job = subprocess.run(
+        [
+            *(os.path.join(os.path.dirname(sys.executable), "tfdist-train"), "--model=gpt"),
+            *("--dataset=text:s3://runs/data/notes.txt", "--layers=1", "--width=16", "--heads=2"),
+            *("--epochs=1", "--seq_length=32", "--workdir=s3://runs/trained"),
+        ],
+        env={**os.environ, **s3.variables, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+    assert any(name.endswith("manifest.json") for name in s3.names("trained/"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,6 +175,22 @@ class Storage:
             raise StorageError(
                 f"Could not {what} `{name}` in {self.path}: {_first(error)}"
             ) from error
+
+
+def read_bytes(path: str | os.PathLike) -> bytes:
+    """The content of a file, on disk or in an object store.
+
+    Raises:
+        OSError: It cannot be read; a StorageError, if it is in a store.
+    """
+    path = os.fspath(path)
+    if not is_address(path):
+        return Path(path).expanduser().read_bytes()
+    folder, _, name = path.rpartition("/")
+    content, _ = Storage(folder).read_version(name)
+    if content is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    return content
 
 
 def _in_store(path: str, folder: str) -> dict[str, Any]:

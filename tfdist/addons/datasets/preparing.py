@@ -40,7 +40,6 @@ def prepare_once(builder: tfds.core.DatasetBuilder, prepare: Callable[[], None])
 
     If standard error is not a terminal, TFDS' progress bars are disabled from here on, because a log
     would contain every state of them.
-    would hold every state of them.
 
     Afterwards the builder's info is that of the prepared data.
     """

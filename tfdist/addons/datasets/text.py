@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoint.storage import read_bytes
 from tfdist.utils import checks
 
 #: One token a byte.
@@ -49,7 +49,7 @@ def load_text(name: str) -> Text:
     Args:
         name: "pydoc" for the reference of the Python language, about 370 kB of English that comes
             with Python (`pydoc_data.topics`) and needs no download; or "text:/path/to/file" for a
-            file of any kind, whose last tenth is for validation.
+            file of any kind, also "text:s3://..." or "text:gs://...", whose last tenth is for validation.
 
     Returns:
         The text. The pydoc text differs between versions of Python, by a few percent; its losses
@@ -65,7 +65,7 @@ def load_text(name: str) -> Text:
         parts = [_cut(topic.encode()) for topic in _pydoc_topics()]
         train, validation = (b"".join(halves) for halves in zip(*parts, strict=True))
     elif name.startswith(_FILE):
-        train, validation = _cut(_read(Path(name.removeprefix(_FILE)).expanduser()))
+        train, validation = _cut(_read(name.removeprefix(_FILE)))
     else:
         raise ValueError(
             f"The `name` of a text must be 'pydoc', or '{_FILE}' and the path of a file. Received: "
@@ -153,13 +153,14 @@ def _pydoc_topics() -> list[str]:
     return found
 
 
-def _read(path: Path) -> bytes:
+def _read(path: str) -> bytes:
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
     except OSError as error:
-        raise ValueError(f"The text {str(path)!r} cannot be read: {error.strerror}.") from error
+        why = error.strerror or error
+        raise ValueError(f"The text {path!r} cannot be read: {why}.") from error
     if not text:
-        raise ValueError(f"A text must not be empty. Received: {str(path)!r}, which has no bytes.")
+        raise ValueError(f"A text must not be empty. Received: {path!r}, which has no bytes.")
     return text
 
 

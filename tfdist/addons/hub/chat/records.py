@@ -13,10 +13,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tfdist.checkpoint.storage import read_bytes
 
 Messages = tuple[Mapping[str, Any], ...]
 #: What is rendered by a template, or taken as it is.
@@ -87,7 +90,7 @@ def read_records(path: str | Path) -> Iterator[Record]:
         OSError: The file cannot be read.
         RecordError: A line is not JSON, or not a record.
     """
-    with open(path, encoding="utf-8-sig") as file:
+    with io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig") as file:
         for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
                 yield record_of(_object(line, f"{path}:{number}"), f"{path}:{number}")
