@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.runtime.versions import why_no_tpu
 from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
 from tfdist.utils.untested import say_untested
@@ -22,7 +23,8 @@ def tpu(name: str = "local") -> tf.distribute.TPUStrategy:
     (`compile(steps_per_execution=...)`).
 
     Call it before any other use of TensorFlow in the process: initializing a TPU clears the state of the
-    runtime. tfdist's tests have no TPU, and replace its devices by fakes.
+    runtime. tfdist's tests have no TPU, and replace its devices by fakes. The last build of TensorFlow for TPUs is
+    2.20, in the package `tensorflow-tpu`.
 
     Args:
         name: The name of a Cloud TPU, its address such as "grpc://10.0.0.2:8470", or "local" on the machine
@@ -30,9 +32,11 @@ def tpu(name: str = "local") -> tf.distribute.TPUStrategy:
 
     Raises:
         ValueError: The name is not a non-empty string.
-        NoTPUError: There is no such TPU.
+        NoTPUError: There is no such TPU, or this TensorFlow has no build for TPUs.
     """
     checks.text("name", name)
+    if why := why_no_tpu(tf.__version__):
+        raise NoTPUError(f"TPU {name!r} cannot be used: {why}")
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
         tf.config.experimental_connect_to_cluster(resolver)

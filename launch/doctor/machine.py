@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import platform
 import re
@@ -17,6 +18,7 @@ from tfdist.launch.install_horovod.prerequisites import installed_version
 from tfdist.launch.run.num_ranks import count_cores
 from tfdist.runtime.horovod_variables import has_nccl
 from tfdist.runtime.shared_gpus import shares_gpus
+from tfdist.runtime.versions import why_no_tpu
 from tfdist.utils.checks import one_line
 
 _GIB = 1 << 30
@@ -31,6 +33,9 @@ _ATTENTION = (
     "tfdist.layers: products of all scores up to 2 GiB, else blocks; KerasHub: products; "
     "not cuDNN's fused kernel"
 )
+#: What shows that a machine has a TPU.
+_TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
+_TPU_DEVICES = "/dev/accel[0-9]*"
 #: Minimum size of /dev/shm, which NCCL uses between the ranks of a host.
 _LEAST_SHARED = 256 << 20
 
@@ -153,6 +158,18 @@ def _nccl(driver: str, num_ranks: int) -> list[Finding]:
         text = f"{driver}; Horovod with NCCL is built with CUDA 13, which requires {OLDEST_DRIVER}"
         found.append(problem("Driver", text, "Update the driver, or build with HOROVOD_CUDA_HOME"))
     return found
+
+
+def tpus() -> list[Finding]:
+    """Report that TensorFlow does not support the TPU of this machine, if there is one."""
+    seen = [name for name in _TPU_VARIABLES if os.environ.get(name)] + glob.glob(_TPU_DEVICES)
+    if not seen:
+        return []
+    why = why_no_tpu(installed_version("tensorflow") or "")
+    if why:
+        text, _, remedy = why.rpartition(". ")
+        return [note("TPU", f"{seen[0]} is there, but {text}", remedy)]
+    return [note("TPU", f"{seen[0]}: tfdist was not tested on TPUs", "see docs/launchers.md")]
 
 
 def _nvidia(seconds: float) -> tuple[list[str] | None, str]:

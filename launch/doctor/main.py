@@ -121,6 +121,7 @@ def _main(request: _Request) -> int:
             ("Memory", functools.partial(machine.memory, ranks)),
             ("Work folder", functools.partial(machine.folders, folder)),
             ("GPUs", functools.partial(machine.gpus, trials, ranks, patience)),
+            ("TPU", machine.tpus),
         ],
         "Network": [
             ("Links", surroundings.links),

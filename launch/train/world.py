@@ -192,7 +192,7 @@ class StrategyOptions:
             strategy = tpu(self.tpu)
         except NoTPUError as error:
             raise UsageError(
-                f"--strategy=tpu failed: {error} Omit --strategy to train without a TPU."
+                f"--strategy=tpu failed: {str(error).rstrip('.')}. Omit --strategy to train without a TPU."
             ) from error
         cores = strategy.num_replicas_in_sync
         steps = self.steps_per_execution or 32

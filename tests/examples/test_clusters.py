@@ -109,7 +109,7 @@ def test_without_a_tpu_the_example_says_so_in_one_line():
     )
     assert done.returncode == 1 and done.stdout == ""
     line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("TPU 'local' not found: ")
+    assert line.startswith("TPU 'local' cannot be used: TensorFlow 2.")
     assert line.endswith("`python examples/train_digits.py` trains without one.")
     assert "Traceback" not in done.stderr
 

@@ -18,8 +18,23 @@ ANY_VERSION = "TFDIST_ANY_VERSION"
 _NAMES = {"tensorflow": "TensorFlow", "keras": "Keras"}
 
 
+#: The last TensorFlow that has a build for TPUs, in the package `tensorflow-tpu`.
+_LAST_TPU = (2, 20)
+
+
 class VersionError(TfdistError, ImportError):
     """The installed version of a library is not supported; reported in one line."""
+
+
+def why_no_tpu(version: str) -> str:
+    """Why a version of TensorFlow has no TPUs; "" if there is a build for them."""
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) <= _LAST_TPU:
+        return ""
+    last = ".".join(map(str, _LAST_TPU))
+    return (
+        f"TensorFlow {version} has no build for TPUs, and the package tensorflow-tpu ends at {last}. Install "
+        f"tensorflow-tpu {last}, or use Keras on JAX"
+    )
 
 
 def range_of(name: str) -> str:

@@ -9,7 +9,9 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import ray
 import ray.train
@@ -47,7 +49,7 @@ def train(config: dict) -> None:
     class Events(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if config["pause"]:
-                tf.py_function(lambda: __import__("time").sleep(config["pause"]), [], [])
+                time.sleep(config["pause"])
             step = int(self.model.optimizer.iterations)
             once = folder / f"killed-{strategy.mesh.rank}"
             if config["kill"] == [step, strategy.mesh.rank] and not once.exists():
@@ -73,42 +75,50 @@ def train(config: dict) -> None:
         (folder / "result").write_text(json.dumps(result))
 
 
+@ray.remote(num_cpus=1)
+class Tenant:
+    """Takes a processor for some time."""
+
+    def leave(self, seconds: float) -> None:
+        """Ends."""
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Runs the job."""
     folder = Path(sys.argv[1])
-    given = {"engine": "horovod", "mesh": {}, "kill": None, "epochs": 3, "workers": 2, "pause": 0.0}
+    given: dict[str, Any] = {
+        "engine": "horovod",
+        "mesh": {},
+        "kill": None,
+        "epochs": 3,
+        "workers": 2,
+        "pause": 0.0,
+    }
     config = {**given, "folder": str(folder), **json.loads(sys.argv[2])}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    workers = config["workers"]
-    elastic = isinstance(workers, list)
-    scaling = {"elastic_resize_monitor_interval_s": 1.0} if elastic else {}
-    blocker = None
-    if elastic:
-
-        @ray.remote(num_cpus=1)
-        class Blocker:
-            def leave(self, seconds: float) -> None:
-                import time
-
-                time.sleep(seconds)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        blocker = Blocker.remote()
-        blocker.leave.remote(config["leaves"])
-    trainer = TensorflowTrainer(
+    scaling: dict[str, Any] = {"num_workers": config["workers"]}
+    if isinstance(config["workers"], list):
+        scaling = {
+            "num_workers": tuple(config["workers"]),
+            "elastic_resize_monitor_interval_s": 1.0,
+        }
+        kind: Any = Tenant
+        kind.remote().leave.remote(config["leaves"])
+    # Ray's types are those of its former version.
+    library: Any = ray.train
+    result: Any = TensorflowTrainer(
         train,
         train_loop_config=config,
         tensorflow_config=TfdistConfig(),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=tuple(workers) if elastic else workers, **scaling
-        ),
-        run_config=ray.train.RunConfig(
+        scaling_config=library.ScalingConfig(**scaling),
+        run_config=library.RunConfig(
             name="digits",
             storage_path=str(folder / "storage"),
-            failure_config=ray.train.FailureConfig(max_failures=1),
+            failure_config=library.FailureConfig(max_failures=1),
         ),
-    )
-    result = trainer.fit()
+    ).fit()
     print(json.dumps({"metrics": result.metrics, "checkpoint": result.checkpoint.path}))
 
 

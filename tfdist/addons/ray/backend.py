@@ -11,13 +11,14 @@ from typing import Any
 import ray
 import ray.util
 from ray.train.backend import Backend, BackendConfig
+from ray.train.tensorflow import TensorflowConfig
 
 from tfdist.runtime.job_key import JOB_TOKEN
 from tfdist.runtime.rendezvous import free_ports
 
 
 @dataclasses.dataclass
-class TfdistConfig(BackendConfig):
+class TfdistConfig(TensorflowConfig):
     """The configuration of `TensorflowTrainer` that makes Ray's workers the ranks of tfdist.
 
     A strategy made in the training function then has all workers as ranks, on the engine of its class:

@@ -11,7 +11,6 @@ import ray.train
 from tfdist.checkpoint import latest
 from tfdist.utils import checks
 
-
 #: By pyarrow's name of a file system.
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 
