@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import http.server
+import importlib
 import json
 import math
 import os
@@ -208,7 +209,7 @@ class OpenTelemetry(Sink):
 
     def __init__(self) -> None:
         try:
-            from opentelemetry import metrics
+            metrics: Any = importlib.import_module("opentelemetry.metrics")
         except ImportError as error:
             raise ImportError(
                 "Monitor(opentelemetry=True) requires a package that is not installed. Run: pip install "

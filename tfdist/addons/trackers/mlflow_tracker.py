@@ -1,0 +1,48 @@
+"""MLflow: https://mlflow.org."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlflow
+
+from tfdist.addons.trackers.tracker import Tracker
+
+
+class MLflow(Tracker):
+    """Logs to a run of MLflow, in its tracking URI and experiment.
+
+    Set them as for MLflow itself: `MLFLOW_TRACKING_URI` or `mlflow.set_tracking_uri`, `mlflow.set_experiment`.
+
+    Args:
+        config: As for `Tracker`; values that are not numbers or texts are logged as JSON.
+        every_steps: As for `Tracker`.
+        name: The name of a new run.
+    """
+
+    def __init__(self, *, name: str | None = None, **options: Any):
+        super().__init__(**options)
+        self._run_name = name
+
+    def start(self, config: dict[str, Any], run: str | None) -> tuple[str, int]:
+        """Starts a run, or continues one."""
+        active = mlflow.start_run(run_id=run, run_name=self._run_name)
+        if run is None:
+            mlflow.log_params(
+                {
+                    key: value if isinstance(value, str | int | float) else json.dumps(value)
+                    for key, value in config.items()
+                }
+            )
+        id_ = active.info.run_id
+        history = mlflow.MlflowClient().get_metric_history(id_, "epoch") if run else []
+        return id_, max((metric.step for metric in history), default=-1)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """Logs metrics of a step."""
+        mlflow.log_metrics(metrics, step)
+
+    def end(self, failed: bool) -> None:
+        """Ends the run."""
+        mlflow.end_run("FAILED" if failed else "FINISHED")
