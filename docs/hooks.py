@@ -31,7 +31,10 @@ ELSEWHERE = {
     "examples/README.md": "examples.md",
     **{
         f"tfdist/addons/{name}/README.md": f"{name}.md"
-        for name in ("asynchronous", "planner", "recommenders", "slow_links", "unequal_ranks")
+        for name in (
+            *("asynchronous", "planner", "ray", "recommenders", "slow_links", "trackers"),
+            "unequal_ranks",
+        )
     },
 }
 #: What else documents link to in the repository, and the page that says the same.

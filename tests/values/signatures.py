@@ -158,6 +158,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "register_strategy.make": lambda: lambda mesh, **options: None,
     "strategy": tfdist.strategies.LocalStrategy,
     "replicas": lambda: 2,
+    "Trackio.project": lambda: "digits",
     "inner": keras.optimizers.Adam,
     "prompt_tokens": lambda: [1, 2],
     **{
@@ -288,6 +289,9 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.addons.compat.horovod.LearningRateScheduleCallback.start_epoch": {"zero"},
     "tfdist.addons.compat.horovod.LearningRateWarmupCallback.warmup_epochs": _ZERO,
     "tfdist.learning_rate.ScaledWarmup.warmup_steps": {"zero"},
+    "tfdist.addons.ray.RayReport.directory": {"newline", *_ANY_NAME},
+    "tfdist.addons.trackers.*.config": {"dict"},
+    "tfdist.addons.trackers.Trackio.project": _ANY_NAME,
     "*.save_timeline.path": {"newline", *_ANY_NAME},
     "tfdist.checkpoint.*.directory": {"newline", *_ANY_NAME},
     "tfdist.callbacks.Checkpointer.directory": {"newline", *_ANY_NAME},

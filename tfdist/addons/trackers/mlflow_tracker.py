@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import mlflow
 
 from tfdist.addons.trackers.tracker import Tracker
+from tfdist.utils import checks
 
 
 class MLflow(Tracker):
@@ -21,8 +23,16 @@ class MLflow(Tracker):
         name: The name of a new run.
     """
 
-    def __init__(self, *, name: str | None = None, **options: Any):
-        super().__init__(**options)
+    def __init__(
+        self,
+        *,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        every_steps: int | None = None,
+    ):
+        if name is not None:
+            checks.text("name", name)
+        super().__init__(config=config, every_steps=every_steps)
         self._run_name = name
 
     def start(self, config: dict[str, Any], run: str | None) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import wandb
@@ -15,17 +16,25 @@ class WandB(Tracker):
     Args:
         config: As for `Tracker`.
         every_steps: As for `Tracker`.
-        options: More arguments of `wandb.init`, such as `project`.
+        arguments: More arguments of `wandb.init`, such as `project`.
     """
 
-    def __init__(self, *, config: Any = None, every_steps: int | None = None, **options: Any):
+    def __init__(
+        self,
+        *,
+        config: Mapping[str, Any] | None = None,
+        every_steps: int | None = None,
+        **arguments: Any,
+    ):
         super().__init__(config=config, every_steps=every_steps)
-        self._options = options
+        self._arguments = arguments
         self._active: Any = None
 
     def start(self, config: dict[str, Any], run: str | None) -> tuple[str, int]:
         """Starts a run, or continues one."""
-        self._active = wandb.init(config=config, **{"id": run, "resume": "allow", **self._options})
+        self._active = wandb.init(
+            config=config, **{"id": run, "resume": "allow", **self._arguments}
+        )
         return self._active.id, self._active.step - 1
 
     def log(self, metrics: dict[str, float], step: int) -> None:
