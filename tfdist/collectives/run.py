@@ -105,7 +105,8 @@ def run(call: Call, tensor: tf.Tensor, *more):
         The result, in the dtype of `tensor`; for "all_to_all_uneven" also the numbers of received rows.
     """
     group = call.group
-    if tensor.shape.num_elements() == 0 and not call.operation.endswith("_uneven"):
+    is_empty = tensor.shape.num_elements() == 0
+    if is_empty and call.operation != "send" and not call.operation.endswith("_uneven"):
         return tf.zeros(_output_shape(call, tensor.shape), tensor.dtype)
     transport, on_host = _transport(call.operation, group, more[1] if more[1:] else tensor.dtype)
     with devices.placed(on_host):
