@@ -132,7 +132,7 @@ def train(
         if mesh.get("pipeline", 1) > 1:
             model = tfdist.pipeline.PipelineModel(model, num_microbatches=2, input_shape=(LENGTH,))
         loss = VocabParallelCrossEntropy(WORDS, reduction="sum", chunk_size=8)
-        model.compile(keras.optimizers.SGD(0.05), loss, weighted_metrics=None)
+        model.compile(keras.optimizers.SGD(0.01), loss, weighted_metrics=None)
     (x, y, weights), size = batch(packed)
     history = model.fit(
         x, y, sample_weight=weights, batch_size=size, epochs=steps, shuffle=False, verbose=0
