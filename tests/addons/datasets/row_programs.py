@@ -113,7 +113,8 @@ def fitted(
             on_train_batch_begin=lambda batch, logs: places.append(int(model.optimizer.iterations))
         )
     )
-    losses, places = [], []
+    losses: list[float] = []
+    places: list[int] = []
     try:
         history = model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks)
         losses = history.history["loss"]
