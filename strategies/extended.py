@@ -15,6 +15,7 @@ from tfdist.backend.graph.compiling import excluded
 from tfdist.collectives import all_gather, all_reduce
 from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.data.first_batch import FirstBatch
+from tfdist.data.indexed import indexed_rows
 from tfdist.data.on_gpu import copied_ahead
 from tfdist.data.read_ahead import without_early_reads
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
@@ -153,9 +154,11 @@ class ParallelExtended(OneDeviceExtended):
         if is_per_rank(dataset):
             return equal_steps(dataset, self._parallel.group())
         if self._in_multi_worker_mode():
-            dataset = without_early_reads(dataset)
+            rows = indexed_rows(dataset)
+            batches = without_early_reads(dataset if rows is None else rows.indices)
             if self._first_batch is not None:
-                dataset = self._first_batch.recorded(dataset)
+                batches = self._first_batch.recorded(batches)
+            dataset = batches if rows is None else rows.over(batches).dataset()
         group, shares = self._parallel.row_group, self._parallel.row_shares
         own = self._own_tokens(shard_batches(dataset, group.size, group.rank, shares))
         # Measured shares are read when a step requests its batch.

@@ -14,7 +14,7 @@ from typing import Any
 
 from tfdist.backend.keras import attributes
 from tfdist.data.random_state import kept_random_state, random_state, set_random_state
-from tfdist.data.sharding import remaining_batches
+from tfdist.data.sharding import global_rows, remaining_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class DataPosition:
         if self._prepared is not None:
             prepared, self._prepared = self._prepared, None
             return prepared
-        return _Counted(original(), self._count)
+        return self._counted(original())
 
     def steps(self, original: Callable[[], Iterator]) -> Iterator:
         """The steps of an epoch; in the first after `resume`, the remaining ones."""
@@ -124,7 +124,8 @@ class DataPosition:
         attributes.num_batches.set(source, state["batches"] or attributes.num_batches(source))
         # Without `steps_per_epoch` every epoch creates a new iterator.
         lasts = state["taken"] is not None and bool(resume.in_epoch or source.steps_per_epoch)
-        dataset = attributes.get_iterator(source)()
+        rows = global_rows(attributes.distributed_dataset(source))
+        dataset = attributes.get_iterator(source)() if rows is None else self._counted(rows.indices)
         for _ in range(state["iterators"] - lasts):
             iter(dataset)
         if not lasts:
@@ -132,12 +133,15 @@ class DataPosition:
         with kept_random_state():
             # A Python generator may draw random numbers while it is read.
             set_random_state(state["random"])
-            if resume.samples is None:
+            if resume.samples is not None:
+                iterator = iter(self._rest(resume.samples, resume.rows))
+            elif rows is not None:
+                rest = rows.over(rows.indices.skip(state["taken"])).dataset()
+                iterator = iter(self._counted(self._distributed(rest)))
+            else:
                 iterator = iter(dataset)
                 for _ in range(state["taken"]):
                     next(iterator)
-            else:
-                iterator = iter(self._rest(resume.samples, resume.rows))
         if source.steps_per_epoch:
             attributes.current_iterator.set(source, iterator)
             attributes.steps_seen.set(source, state["taken"] - resume.batch)
@@ -147,7 +151,9 @@ class DataPosition:
 
     def _rows(self) -> int | None:
         """The number of samples of a global batch; None if it is unknown."""
-        return self.batch_size or self._source.data_adapter.batch_size
+        rows = global_rows(attributes.distributed_dataset(self._source))
+        own = None if rows is None else rows.batch_size
+        return self.batch_size or own or self._source.data_adapter.batch_size
 
     def _rest(self, samples: int, rows: int):
         """The data after some samples, in batches of another size."""
@@ -155,7 +161,13 @@ class DataPosition:
         rest = remaining_batches(attributes.distributed_dataset(source), samples, rows)
         self._count()
         self._more_samples = samples % rows
-        return attributes.data_strategy(source).experimental_distribute_dataset(rest)
+        return self._distributed(rest)
+
+    def _distributed(self, dataset):
+        return attributes.data_strategy(self._source).experimental_distribute_dataset(dataset)
+
+    def _counted(self, dataset) -> _Counted:
+        return _Counted(dataset, self._count)
 
     def _count(self) -> None:
         self._made += 1

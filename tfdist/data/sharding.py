@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.backend.graph.compiling import outside_clusters
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
+from tfdist.data.indexed import IndexedRows, indexed_rows
 from tfdist.data.read_ahead import has_mark, is_drawn_when_needed, sources
 
 if TYPE_CHECKING:
@@ -63,6 +64,10 @@ def shard_batches(
     """
     if num_shards == 1 or is_per_rank(dataset):
         return dataset
+    rows = indexed_rows(dataset)
+    if rows is not None:
+        own = rows.over(shard_batches(rows.indices, num_shards, index, shares)).dataset()
+        return _marked(_marked(own, _GLOBAL, dataset), _MARK)
     _check_has_batch_dim(dataset)
     check_same_shuffle(dataset)
 
@@ -115,9 +120,19 @@ def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -
             "Ranks with separate datasets cannot continue with another batch size in the middle of an epoch. "
             "Received: a dataset from `distribute_datasets_from_function`."
         )
+    rows = indexed_rows(batches)
+    if rows is not None:
+        whole = _rows_of(rows.indices.element_spec) is not None
+        rest = rows.indices.unbatch().skip(samples).batch(batch_size, drop_remainder=whole)
+        return rows.over(rest).dataset()
     present = [spec for spec in _flat_spec(batches) if not is_none(spec)]
     whole = all(_rows_of(spec) is not None for spec in present)
     return batches.unbatch().skip(samples).batch(batch_size, drop_remainder=whole)
+
+
+def global_rows(dataset) -> IndexedRows | None:
+    """The indexed rows of the global batches of a dataset or of a result of `shard_batches`; None without indices."""
+    return indexed_rows(getattr(dataset, _GLOBAL, dataset))
 
 
 def equal_steps(dataset: tf.data.Dataset, group: Group) -> tf.data.Dataset:

@@ -5,6 +5,7 @@ TensorFlow Datasets, for images, is imported by the first call that needs it:
 """
 
 from tfdist.addons.datasets.loading import load, load_for_rank
+from tfdist.addons.datasets.rows import row_dataset
 from tfdist.addons.datasets.text import language_model_windows, load_text
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "load",
     "load_for_rank",
     "load_text",
+    "row_dataset",
 ]
