@@ -32,7 +32,15 @@ ELSEWHERE = {
     **{
         f"tfdist/addons/{name}/README.md": f"{name}.md"
         for name in (
-            *("asynchronous", "datasets", "planner", "ray", "recommenders", "slow_links", "trackers"),
+            *(
+                "asynchronous",
+                "datasets",
+                "planner",
+                "ray",
+                "recommenders",
+                "slow_links",
+                "trackers",
+            ),
             "unequal_ranks",
         )
     },

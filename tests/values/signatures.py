@@ -159,6 +159,9 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "strategy": tfdist.strategies.LocalStrategy,
     "replicas": lambda: 2,
     "Trackio.project": lambda: "digits",
+    "row_dataset.source": lambda: [{"a": 1.0, "b": 2.0}] * 4,
+    "row_dataset.columns": lambda: ("a", "b"),
+    "row_dataset.transform": lambda: lambda row: row,
     "inner": keras.optimizers.Adam,
     "prompt_tokens": lambda: [1, 2],
     **{
@@ -289,6 +292,8 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.addons.compat.horovod.LearningRateScheduleCallback.start_epoch": {"zero"},
     "tfdist.addons.compat.horovod.LearningRateWarmupCallback.warmup_epochs": _ZERO,
     "tfdist.learning_rate.ScaledWarmup.warmup_steps": {"zero"},
+    "*.row_dataset.source": {"list of text", "list of nan", "list of minus one"},
+    "*.row_dataset.columns": {"list of text"},
     "tfdist.addons.ray.RayReport.directory": {"newline", *_ANY_NAME},
     "tfdist.addons.trackers.*.config": {"dict"},
     "tfdist.addons.trackers.Trackio.project": _ANY_NAME,

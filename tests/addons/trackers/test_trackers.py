@@ -171,7 +171,7 @@ def test_what_a_tracker_gets():
     fitted(recorder)
     (begin, config, run), *logs, end = recorder.calls
     assert begin == "start" and run is None and end == ("end", False)
-    assert config["seed"] == 3 and config["ranks"] == 1 and config["optimizer"] == "sgd"
+    assert config["seed"] == 3 and config["ranks"] == 1 and config["optimizer"].startswith("sgd")
     assert config["versions"]["keras"] == keras.__version__
     assert [step for _, _, step in logs] == [2, 3, 5, 6]
     assert set(logs[0][1]) == {"train/loss"} and set(logs[1][1]) == {"train/loss", "epoch"}

@@ -67,7 +67,8 @@ def row_dataset(
         TypeError: `source` has no length, or no rows by index.
         ValueError: An argument is invalid, or there are too few rows.
     """
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+    is_source = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if not is_source or isinstance(source, str | bytes | dict):
         raise checks.refuse("source", source, "a source with a length and rows by index", TypeError)
     checks.integer("batch_size", batch_size, minimum=1)
     checks.boolean("drop_remainder", drop_remainder)
@@ -77,9 +78,9 @@ def row_dataset(
     selected = _selection(columns)
     size = len(source)
     if size < (batch_size if drop_remainder else 1):
-        raise ValueError(
-            f"`source` must have at least one {'whole batch' if drop_remainder else 'row'}. Received: {size} rows, "
-            f"batch_size={batch_size}."
+        least = "one whole batch" if drop_remainder else "one row"
+        raise checks.refuse(
+            "source", source, f"a source of at least {least}, {batch_size} rows a batch"
         )
 
     def row_of(found: Any) -> Any:
@@ -139,7 +140,11 @@ class _Reader:
         self._source, self._row_of = source, row_of
         last = row_of(source[len(source) - 1])
         self._structure = tf.nest.map_structure(lambda part: None, last)
-        self._like = [np.asarray(tf.convert_to_tensor(part)) for part in tf.nest.flatten(last)]
+        try:
+            self._like = [np.asarray(tf.convert_to_tensor(part)) for part in tf.nest.flatten(last)]
+        except (TypeError, ValueError) as error:
+            meaning = f"a source of rows of arrays, numbers and texts ({checks.one_line(error)})"
+            raise checks.refuse("source", source, meaning, TypeError) from error
 
     def read(self, indices: tf.Tensor) -> Any:
         """The rows of a batch of indices."""
