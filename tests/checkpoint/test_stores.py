@@ -14,6 +14,7 @@ import pytest
 from tests.checkpoint import stores
 from tests.checkpoint.test_jobs import check_same_end, command, plan
 from tests.conftest import skip_without
+from tfdist.utils.lazy import find_addon
 
 ROOT = Path(__file__).parents[2]
 
@@ -236,6 +237,8 @@ def test_google(tmp_path):
 
 
 def test_data_by_address(s3, monkeypatch):
+    if find_addon("datasets") is None:
+        pytest.skip("no add-on datasets")
     from tfdist.addons.datasets import load_text
 
     for name, value in s3.variables.items():

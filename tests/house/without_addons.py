@@ -17,6 +17,11 @@ from tests.house.floors import levels
 from tests.house.sources import ROOT
 
 _MARKS = "not slow"
+_NO_FINDERS = """
+import sys
+
+sys.meta_path[:] = [each for each in sys.meta_path if not repr(each).startswith("<class '__editable__")]
+"""
 
 
 def copy(folder: Path) -> None:
@@ -48,7 +53,9 @@ def main() -> int:
         folder = Path(name)
         copy(folder)
         environment = {**os.environ, "PYTHONPATH": str(folder)}
-        check = "import tfdist; print(tfdist.__file__)"
+        # An editable installation finds what a package of the copy lacks in the checkout.
+        (folder / "sitecustomize.py").write_text(_NO_FINDERS)
+        check = "import importlib.util, tfdist; print(tfdist.__file__, importlib.util.find_spec('tfdist.addons'))"
         found = subprocess.run(
             [sys.executable, "-c", check],
             cwd=folder,
@@ -56,7 +63,7 @@ def main() -> int:
             capture_output=True,
             text=True,
         )
-        if not found.stdout.startswith(str(folder)):
+        if not found.stdout.startswith(str(folder)) or not found.stdout.endswith(" None\n"):
             raise RuntimeError(f"The copy in {folder} is not what Python imports: {found.stdout}")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", _MARKS]
         return subprocess.run(

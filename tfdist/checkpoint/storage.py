@@ -26,6 +26,8 @@ UNFINISHED = "unfinished"
 
 #: The size limit of a small file. A manifest has some 200 bytes for each array.
 _JSON_BYTES = 256 << 20
+#: Of TensorStore, by the scheme of an address.
+_DRIVERS = {"gs": "gcs", "s3": "s3"}
 #: A request to a store is given up after some two minutes: TensorStore would go on for a quarter of an hour.
 _RETRIES = {"max_retries": 12, "initial_delay": "500ms", "max_delay": "16s"}
 #: Written and deleted to test whether a folder is writable.
@@ -193,11 +195,13 @@ def read_bytes(path: str | os.PathLike) -> bytes:
     return content
 
 
-def _in_store(path: str, folder: str) -> dict[str, Any]:
+def _in_store(path: str, folder: str) -> dict[str, Any] | str:
     """TensorStore's specification of a folder in an object store."""
     scheme, _, address = path.partition("://")
+    if scheme not in _DRIVERS:
+        return f"{path}/{folder}"
     bucket, _, rest = address.partition("/")
-    driver = "gcs" if scheme == "gs" else scheme
+    driver = _DRIVERS[scheme]
     return {
         "driver": driver,
         "bucket": bucket,
