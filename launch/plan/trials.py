@@ -12,12 +12,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tfdist.addons.planner import Layout, Transformer
 from tfdist.runtime.process_memory import peak_bytes
+
+if TYPE_CHECKING:
+    from tfdist.addons.planner import Layout, Transformer
 
 #: Number of timed steps.
 STEPS = 6
@@ -75,8 +77,9 @@ def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = ST
 def alone(sizes: Transformer, rows: int, steps: int = STEPS) -> Measured:
     """Train some steps on each rank of the pool separately, at the same time."""
     from tfdist import strategies
+    from tfdist.addons import planner
 
-    return train(strategies.LocalStrategy(), sizes, Layout(), rows, steps)
+    return train(strategies.LocalStrategy(), sizes, planner.Layout(), rows, steps)
 
 
 def train(
