@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import stores
-from tests.checkpoint.test_jobs import check_same_end, command, plan
+from tests.checkpoint.test_jobs import check_same_end, command, never_killed, plan
+from tests.checkpoint.test_jobs import run as run_job
 from tests.conftest import skip_without
 from tfdist.utils.lazy import find_addon
 
@@ -55,6 +56,17 @@ def run(variables, what: str, address: str, timeout: float = 200) -> str:
     # Without the messages of TensorFlow and the store's libraries.
     assert "AuthCredentials" not in err
     return out.strip()
+
+
+def failure(variables, what: str, address: str) -> str:
+    """The last line of a process that fails."""
+    with start(variables, what, address) as process:
+        try:
+            _, err = process.communicate(timeout=250)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    return err.strip().splitlines()[-1]
 
 
 SAVED = "step-00000000{}-"
@@ -155,25 +167,13 @@ def test_a_slow_store(s3):
 @pytest.mark.slow
 def test_a_store_that_is_down_is_an_error(s3):
     s3.proxy.before = lambda method, path: 503
-    with start(s3.variables, "latest", "s3://runs/down") as process:
-        try:
-            _, err = process.communicate(timeout=250)
-        finally:
-            process.kill()
-    assert process.returncode == 1
-    last = err.strip().splitlines()[-1]
-    assert "StorageError: Could not list" in last and "s3://runs/down" in last
+    said = failure(s3.variables, "latest", "s3://runs/down")
+    assert "StorageError: Could not list" in said and "s3://runs/down" in said
 
 
 @pytest.mark.slow
 def test_a_bucket_that_is_not_there(s3):
-    with start(s3.variables, "save", "s3://nosuch/x") as process:
-        try:
-            _, err = process.communicate(timeout=250)
-        finally:
-            process.kill()
-    assert process.returncode == 1
-    assert "s3://nosuch/x" in err.strip().splitlines()[-1]
+    assert "s3://nosuch/x" in failure(s3.variables, "save", "s3://nosuch/x")
 
 
 @pytest.mark.slow
@@ -182,56 +182,29 @@ def test_a_bucket_that_is_not_there(s3):
 def test_killed_jobs_go_on_in_s3(s3, tmp_path, monkeypatch, layout):
     """At a step, within one, between the arrays, and between arrays and manifest; the same bits at the end."""
     engine = "tensorflow" if layout == "tensor" else "horovod"
-    skip_without(engine)
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    whole = subprocess.run(
-        command(engine, tmp_path / "whole", layout, []),
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert whole.returncode == 0, whole.stdout[-3000:] + whole.stderr[-3000:]
+    whole = never_killed(engine, layout, tmp_path)
     for name, value in {**s3.variables, "SAVED": f"s3://runs/{layout}"}.items():
         monkeypatch.setenv(name, value)
-    kills = plan(layout, 4)
     restarts = ["--max_restarts=4", "--restart_seconds=1"]
-    killed = subprocess.run(
-        command(engine, tmp_path / "killed", layout, kills, *restarts),
-        env={**environment, **s3.variables, "SAVED": f"s3://runs/{layout}"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    job = command(engine, tmp_path / "killed", layout, plan(layout, 4), *restarts)
+    killed = run_job(job, 600)
     story = killed.stdout[-6000:] + killed.stderr[-3000:]
     assert killed.returncode == 0, story
     assert killed.stderr.count("SIGKILL") >= 2, story
     s3.download(layout, tmp_path / "killed" / "saved")
-    check_same_end(tmp_path / "whole", tmp_path / "killed")
+    check_same_end(whole, tmp_path / "killed")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_google(tmp_path):
+def test_google(tmp_path, monkeypatch):
     """The fake server ignores conditions, so locks cannot be tested on it."""
     skip_without("horovod")
     with stores.google(tmp_path) as variables:
-        environment = {**os.environ, **variables, "SAVED": f"gs://{stores.BUCKET}/x"}
+        for name, value in {**variables, "SAVED": f"gs://{stores.BUCKET}/x"}.items():
+            monkeypatch.setenv(name, value)
         for number in range(2):
-            job = command("horovod", tmp_path / "job", "data", [[30, "step", 1]])
-            done = subprocess.run(
-                job,
-                env=environment,
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=240,
-                check=False,
-            )
+            done = run_job(command("horovod", tmp_path / "job", "data", [[30, "step", 1]]), 240)
             assert (done.returncode == 0) == bool(number), done.stdout[-3000:] + done.stderr[-3000:]
         assert f"/{SAVED.format(60)}" in run(variables, "latest", f"gs://{stores.BUCKET}/x")
 
