@@ -6,7 +6,7 @@ import os
 import posixpath
 from collections.abc import Iterable
 
-from tfdist.checkpoint.errors import StorageError
+from tfdist.checkpoint.errors import CorruptFileError, StorageError
 from tfdist.checkpoint.manifest import step_of
 from tfdist.checkpoint.storage import MANIFEST, UNFINISHED, Storage
 from tfdist.runtime.directories import checked_directory, is_address
@@ -66,10 +66,7 @@ def _newest_of_address(directory: str) -> str | None:
     A store would list the files of all checkpoints, a thousand in each request.
     """
     storage = Storage(directory)
-    try:
-        record = _record(storage)
-    except StorageError:
-        return None  # It is corrupt, or the list will fail too.
+    record = _readable_record(storage)
     complete = [name for name in record.values() if storage.names(f"{name}/{MANIFEST}")]
     is_known = record.get("folder") in complete and record.get("largest") in complete
     return max(complete, key=_order) if is_known else None
@@ -105,10 +102,10 @@ def record_newest(directory: str, folder: str) -> None:
 
 
 def _readable_record(storage: Storage) -> dict[str, str]:
-    """The record; empty if it is corrupt, as it is about to be replaced."""
+    """The record; empty if it is corrupt."""
     try:
         return _record(storage)
-    except StorageError:
+    except CorruptFileError:
         return {}
 
 

@@ -18,6 +18,10 @@ class StorageError(CheckpointError, OSError):
     """A file cannot be read or written, or is corrupt."""
 
 
+class CorruptFileError(StorageError):
+    """The content of a file is not what was written."""
+
+
 class DirectoryInUseError(StorageError):
     """Another job saves into the directory."""
 

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-from tfdist.checkpoint.errors import StorageError
+from tfdist.checkpoint.errors import CorruptFileError, StorageError
 
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -72,9 +72,9 @@ def delete_tree(folder: str, first: str | None = None) -> None:
         _delete(name, above, first)
 
 
-def too_long(where: str, size: int, limit: int) -> StorageError:
+def too_long(where: str, size: int, limit: int) -> CorruptFileError:
     """The error of a file that has more bytes than any valid one."""
-    return StorageError(
+    return CorruptFileError(
         f"{where} is corrupt: expected at most {limit:,} bytes, found {size:,} bytes."
     )
 

@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from tfdist.checkpoint import files
 from tfdist.checkpoint.chunks import CHUNK_BYTES, chunk_shape_of, folder_of_array, metadata_of
-from tfdist.checkpoint.errors import StorageError
+from tfdist.checkpoint.errors import CorruptFileError, StorageError
 from tfdist.runtime.directories import is_address
 
 #: Written last: a checkpoint with this file is complete.
@@ -77,7 +77,7 @@ class Storage:
         try:
             return json.loads(content.decode())
         except (ValueError, RecursionError) as error:
-            raise StorageError(f"{self.path}/{name} is corrupt: {error}.") from error
+            raise CorruptFileError(f"{self.path}/{name} is corrupt: {error}.") from error
 
     def read(self, name: str, limit: int = CHUNK_BYTES) -> bytes | None:
         """The content of a file of at most `limit` bytes; None if there is none."""

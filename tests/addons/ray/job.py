@@ -1,20 +1,24 @@
 """A training of the digits on a local cluster of Ray: `job.py FOLDER '{"engine": ..., "kill": ...}'`.
 
-Its result is a line of JSON, the last one.
+Its result are the files `starts`, `result` and `outcome` of the folder.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
+from ray.cluster_utils import Cluster
 from ray.train.tensorflow import TensorflowTrainer
 
 from tfdist.addons.ray import TfdistConfig
@@ -40,7 +44,7 @@ def train(config: dict) -> None:
             [keras.Input((64,)), keras.layers.Dense(32, activation="relu"), keras.layers.Dense(10)]
         )
         if config["mesh"].get("tensor", 1) > 1:
-            tfdist.parallelize(model)
+            tfdist.parallelize(model, {".*dense/kernel": "column", ".*dense_1/kernel": "row"})
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
     digits = tfdist.addons.datasets.load("digits", "train", data_dir=folder / "data")[0]
@@ -75,14 +79,11 @@ def train(config: dict) -> None:
         (folder / "result").write_text(json.dumps(result))
 
 
-@ray.remote(num_cpus=1)
-class Tenant:
-    """Takes a processor for some time."""
-
-    def leave(self, seconds: float) -> None:
-        """Ends."""
-        time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
+def join(address: str) -> None:
+    """Starts one more node of a cluster, until this process ends."""
+    command = ["ray", "start", f"--address={address}", "--num-cpus=1", "--block"]
+    node = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    atexit.register(node.terminate)
 
 
 def main() -> None:
@@ -97,15 +98,18 @@ def main() -> None:
         "pause": 0.0,
     }
     config = {**given, "folder": str(folder), **json.loads(sys.argv[2])}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     scaling: dict[str, Any] = {"num_workers": config["workers"]}
     if isinstance(config["workers"], list):
         scaling = {
             "num_workers": tuple(config["workers"]),
             "elastic_resize_monitor_interval_s": 1.0,
         }
-        kind: Any = Tenant
-        kind.remote().leave.remote(config["leaves"])
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        ray.init(address=cluster.address, log_to_driver=False)
+        atexit.register(cluster.shutdown)
+        threading.Timer(config["joins"], join, [cluster.address]).start()
+    else:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     # Ray's types are those of its former version.
     library: Any = ray.train
     result: Any = TensorflowTrainer(
@@ -119,7 +123,8 @@ def main() -> None:
             failure_config=library.FailureConfig(max_failures=1),
         ),
     ).fit()
-    print(json.dumps({"metrics": result.metrics, "checkpoint": result.checkpoint.path}))
+    outcome = {"metrics": result.metrics, "checkpoint": result.checkpoint.path}
+    (folder / "outcome").write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":
