@@ -35,6 +35,7 @@ ELSEWHERE = {
             *(
                 "asynchronous",
                 "datasets",
+                "optimizers",
                 "planner",
                 "ray",
                 "recommenders",

@@ -10,6 +10,7 @@ from typing import Any
 
 from tfdist.launch.flags.options import as_given, names, option, refuse_ignored
 from tfdist.launch.flags.values import UsageError, refuse
+from tfdist.utils.lazy import find_addon
 from tfdist.utils.quantities import read_bytes
 
 #: The class of `keras.optimizers`, by the value of the flag.
@@ -158,7 +159,9 @@ class OptimizerOptions:
         scale = self._fixed_scale()
         if scale is not None:
             arguments["loss_scale_factor"] = scale
-        optimizer = getattr(keras.optimizers, name)(rate, **arguments)
+        addon = find_addon("optimizers")
+        home = addon if addon is not None and name in addon.__all__ else keras.optimizers
+        optimizer = getattr(home, name)(rate, **arguments)
         if undecayed and optimizer.weight_decay:
             optimizer.exclude_from_weight_decay(var_names=list(undecayed))
         return optimizer

@@ -159,12 +159,23 @@ def _update_step(self, grads, trainable_variables, learning_rate, *, original):
     if path is None:
         replica = current_replica()
         if replica is None:
-            return original(self, grads, trainable_variables, learning_rate)
+            with _joint_update(self):
+                return original(self, grads, trainable_variables, learning_rate)
         path = GradientPath(replica, self, trainable_variables)
     # Keras would reduce here; needed for optimizers that never call `_clip_gradients`.
     grads = path.reduce(grads)
-    with path.updating(), _local_shards(trainable_variables, path.options) as variables:
+    shards = _local_shards(trainable_variables, path.options)
+    with path.updating(), shards as variables, _joint_update(self):
         return original(self, grads, variables, learning_rate)
+
+
+def _joint_update(optimizer) -> contextlib.AbstractContextManager[None]:
+    """The optimizer's `joint_update()`, if it has one: a context around the update steps of an update.
+
+    On its exit an optimizer can update parameters of which ranks have exchanged parts.
+    """
+    found = getattr(optimizer, "joint_update", None)
+    return contextlib.nullcontext() if found is None else found()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Elementwise optimizers, which update each entry of a parameter independently.
 
 Only these give the update of a single process where a rank holds a slice of a parameter. An optimizer
-that uses a norm or a mean over a whole parameter (Lamb, Adafactor, Muon) does not.
+that uses a norm or a mean over a whole parameter (Lamb, Adafactor, Muon) does not; those of the add-on
+`optimizers` exchange what they need.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ELEMENTWISE = (
 def is_elementwise(optimizer) -> bool:
     """Whether an optimizer's update of an entry depends on that entry's gradient and state alone.
 
-    A custom optimizer declares it by an attribute `elementwise = True`.
+    A custom optimizer declares it, or that it updates parts like wholes, by an attribute `elementwise = True`.
     """
     optimizer = unwrapped(optimizer)
     if getattr(optimizer, "elementwise", False):
@@ -47,6 +48,6 @@ def check_elementwise(optimizer) -> None:
         names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
         raise ValueError(
             "Where ranks hold slices of parameters, the optimizer must be elementwise: "
-            f"{names}, or a custom one with the attribute `elementwise = True`. Received: "
-            f"{type(optimizer).__name__}."
+            f"{names}, those of `tfdist.addons.optimizers`, or a custom one with the attribute "
+            f"`elementwise = True`. Received: {type(optimizer).__name__}."
         )

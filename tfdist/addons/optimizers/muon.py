@@ -1,0 +1,127 @@
+"""Muon, with each matrix orthogonalized by one of the ranks that hold parts of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.addons.optimizers.exchange import assigned_owners, on_owners, parts_of
+from tfdist.addons.optimizers.joint import JointUpdates, split_layout
+from tfdist.sharding.layout import global_shape, layout_of
+from tfdist.utils import checks
+from tfdist.utils.places import replaced_by_key
+
+#: The kernels of attention in Keras and KerasHub: [width, heads, head width] and [heads, head width, width].
+ATTENTION_MATRICES: dict[str, int] = {
+    r"(.*/)?(query|key|value)/kernel": 1,
+    r"(.*/)?attention_output/kernel": 2,
+}
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class Muon(JointUpdates, keras.optimizers.Muon):
+    """`keras.optimizers.Muon` for tensor parallelism and ZeRO, and for kernels with more than two dims.
+
+    Updates are those of Keras. Where ranks hold parts of a matrix, its momentum is gathered on one of them,
+    which computes the Newton-Schulz iteration and sends the parts of the result back. Matrices are
+    distributed so that the work is balanced.
+
+    Args:
+        learning_rate: As in Keras, as all other arguments.
+        matrices: Kernels with more than two dims to update as matrices, which Keras would update by AdamW:
+            patterns of whole paths, and how many of the first dims are the rows; the other dims are the
+            columns. For example `ATTENTION_MATRICES`.
+        **options: Those of Keras.
+
+    Raises:
+        ValueError: A matrix has no rows or no columns.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers" (https://kellerjordan.github.io/posts/muon);
+    Liu et al., "Muon is Scalable for LLM Training" (https://arxiv.org/abs/2502.16982).
+    """
+
+    def __init__(
+        self, learning_rate=0.001, *, matrices: Mapping[str, int] | None = None, **options
+    ):
+        super().__init__(learning_rate, **options)
+        self.matrices = dict(matrices or {})
+        for pattern, rows in self.matrices.items():
+            checks.integer(f"matrices[{pattern!r}]", rows, minimum=1)
+
+    def get_config(self):
+        """The arguments."""
+        return super().get_config() | {"matrices": self.matrices}
+
+    def _rows_of(self, parameter) -> int | None:
+        """How many of the dims of a parameter are the rows of a matrix; None if it is not a matrix."""
+        shape = global_shape(parameter)
+        if len(shape) == 2:
+            return 1
+        for pattern, rows in self.matrices.items():
+            if len(shape) > 2 and re.fullmatch(pattern, parameter.path):
+                if rows >= len(shape):
+                    raise ValueError(
+                        f"`matrices` must leave dims for the columns. Received: {pattern!r}: {rows} for "
+                        f"`{parameter.path}` of shape {shape}."
+                    )
+                return rows
+        return None
+
+    def _should_use_adamw(self, variable) -> bool:
+        """Keras' test, for the shape of the whole parameter."""
+        if self._rows_of(variable) is None:
+            return True
+        path = variable.path
+        if self.exclude_embeddings and "embedding" in path.lower():
+            return True
+        return any(re.search(keyword, path) for keyword in self.exclude_layers)
+
+    def _muon_update_step(self, gradient, variable, lr, m):
+        parameter = self.parameter_of(variable)
+        gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
+        self.assign_add(m, gradient + m.value * (self.momentum - 1))
+        momentum = gradient + self.momentum * m.value if self.nesterov else m.value
+        rate = tf.cast(lr, variable.dtype)
+        if split_layout(parameter) is None:
+            self.assign_sub(variable, self._direction(momentum, parameter, rate))
+        else:
+            self.postpone(momentum, variable, parameter, rate)
+
+    def _direction(self, momentum, parameter, rate):
+        """What is subtracted from a parameter, from its whole momentum."""
+        matrix = tf.reshape(momentum, self._matrix_shape(parameter))
+        found = self.lr_adjust(rate * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
+        return tf.reshape(found, momentum.shape)
+
+    def update_postponed(self, updates):
+        """Updates matrices of which ranks hold parts."""
+        parameters = [parameter for _, _, parameter, _ in updates]
+        owned = assigned_owners(
+            [parts_of(layout_of(each)) for each in parameters], self._costs(parameters)
+        )
+
+        def directions(_, places: list[int]) -> list[tf.Tensor]:
+            def whole(place: int, momentum: tf.Tensor) -> tf.Tensor:
+                _, _, parameter, rate = updates[places[place]]
+                return self._direction(momentum, parameter, rate)
+
+            momenta = [updates[place][0] for place in places]
+            return on_owners(whole, momenta, [owned[place] for place in places], "muon")
+
+        momenta = [momentum for momentum, _, _, _ in updates]
+        found = replaced_by_key(momenta, [each.dtype for each in momenta], directions)
+        for direction, (_, variable, _, _) in zip(found, updates, strict=True):
+            self.assign_sub(variable, direction)
+
+    def _costs(self, parameters: Sequence) -> list[float]:
+        """The multiplications of the Newton-Schulz iteration of each matrix, up to a factor."""
+        shapes = map(self._matrix_shape, parameters)
+        return [float(rows * columns * min(rows, columns)) for rows, columns in shapes]
+
+    def _matrix_shape(self, parameter) -> tuple[int, int]:
+        shape, rows = global_shape(parameter), self._rows_of(parameter)
+        return math.prod(shape[:rows]), math.prod(shape[rows:])
