@@ -24,6 +24,7 @@ from tfdist.launch.install_horovod.prerequisites import (
     check_toolchain,
     installed_version,
 )
+from tfdist.runtime.versions import is_tested
 
 #: Distributions that all have the module `tensorflow`, of which the last one installed is imported.
 _TENSORFLOWS = (
@@ -89,6 +90,10 @@ def packages() -> list[Finding]:
     if len(several) > 1:
         text = f"{' and '.join(several)} are installed over each other"
         found.append(problem("TensorFlow", text, _reinstall(several)))
+    tensorflow, keras = map(installed_version, _SHOWN)
+    if tensorflow and keras and not is_tested(tensorflow, keras):
+        text = f"TensorFlow {tensorflow} with Keras {keras} is in the range, but was not tested"
+        found.append(note("Versions", text))
     return [*found, ok("Others", f"{fine} required packages, with supported versions")]
 
 

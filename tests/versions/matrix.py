@@ -21,6 +21,8 @@ from pathlib import Path
 
 from absl import app, flags
 
+from tfdist.runtime.versions import TESTED
+
 _FOLDER = flags.DEFINE_string(
     "folder", ".matrix", "Folder of the environments and of what came out"
 )
@@ -33,15 +35,12 @@ _TABLE = flags.DEFINE_boolean(
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "stability.md"
 PYTHONS = ("3.11", "3.12", "3.13")
-#: The newest minor of each, and those before; a TensorFlow with a Keras of its time.
-PAIRS = (
-    ("2.21", "3.15"),
-    ("2.21", "3.14"),
-    ("2.20", "3.13"),
-    ("2.20", "3.12"),
-    ("2.19", "3.12"),
-    ("2.18", "3.12"),
+#: A TensorFlow with a Keras of its time.
+PAIRS = tuple(
+    (".".join(map(str, tensorflow)), ".".join(map(str, keras))) for tensorflow, keras in TESTED
 )
+#: The next ones, as pre-releases and nightly builds: they are allowed to fail.
+NEXT = (("2.22", "3.15"), ("2.21", "3.16"))
 #: Beside TensorFlow and Keras: what tfdist asks for, and what tests do.
 _PACKAGES = (
     *("absl-py", "cloudpickle", "packaging", "psutil", "pyyaml", "tabulate", "tensorstore"),
@@ -77,6 +76,11 @@ class Cell:
     keras: str
 
     @property
+    def may_fail(self) -> bool:
+        """Whether it is one of the next versions."""
+        return (self.tensorflow, self.keras) in NEXT
+
+    @property
     def name(self) -> str:
         """What its folder is called."""
         return f"py{self.python}-tf{self.tensorflow}-k{self.keras}"
@@ -100,6 +104,8 @@ def cells() -> Iterator[Cell]:
     for python in PYTHONS:
         for tensorflow, keras in PAIRS:
             yield Cell(python, tensorflow, keras)
+    for tensorflow, keras in NEXT:
+        yield Cell(PYTHONS[0], tensorflow, keras)
 
 
 def interpreter(version: str) -> str | None:
@@ -138,16 +144,23 @@ def environment(cell: Cell, folder: Path) -> tuple[str | None, str]:
     found = interpreter(cell.python)
     if found is None:
         return None, f"there is no Python {cell.python} here"
-    wanted = [f"tensorflow=={cell.tensorflow}.*", f"keras=={cell.keras}.*", *_PACKAGES]
+    is_nightly = cell.may_fail and cell.keras not in dict(PAIRS).values()
+    keras = () if is_nightly else (f"keras=={cell.keras}.*",)
+    wanted = [f"tensorflow=={cell.tensorflow}.*", *keras, *_PACKAGES]
     if (uv := shutil.which("uv")) is not None:
         made = run([uv, "venv", "--clear", "--python", found, str(home)], 120)
-        install = [uv, "pip", "install", "--python", str(python), *wanted]
+        pip, at, pre = [uv, "pip"], ["--python", str(python)], "--prerelease=allow"
     else:
         made = run([found, "-m", "venv", "--clear", str(home)], 120)
-        install = [str(python), "-m", "pip", "install", *wanted]
+        pip, at, pre = [str(python), "-m", "pip"], [], "--pre"
     if made.returncode:
         return None, f"no environment: {_last(made)}"
-    installed = run(install, 1800)
+    early = [pre] if cell.may_fail and not is_nightly else []
+    installed = run([*pip, "install", *at, *early, *wanted], 1800)
+    if is_nightly and not installed.returncode:
+        # Both packages contain `keras`.
+        run([*pip, "uninstall", *at, *([] if at else ["-y"]), "keras"], 120)
+        installed = run([*pip, "install", *at, pre, f"keras-nightly=={cell.keras}.*"], 600)
     if installed.returncode:
         said = installed.stdout + installed.stderr
         if re.search(r"No matching distribution|no wheels? with a matching|unsatisfiable", said):
@@ -199,16 +212,19 @@ def table(found: dict[str, Result]) -> str:
         f"| TensorFlow | Keras | {' | '.join(f'Python {python}' for python in PYTHONS)} |",
         f"|---|---|{'---|' * len(PYTHONS)}",
     ]
-    for tensorflow, keras in PAIRS:
+    for tensorflow, keras in (*PAIRS, *NEXT):
         shown = []
         for python in PYTHONS:
-            result = found.get(Cell(python, tensorflow, keras).name)
+            cell = Cell(python, tensorflow, keras)
+            result = found.get(cell.name)
             if result is None:
-                shown.append("not run")
+                shown.append("not run" if cell in cells() else "")
                 continue
             words = result.words.replace("|", "/")
             shown.append(f"green: {words}" if result.green else words)
-        rows.append(f"| {tensorflow} | {keras} | {' | '.join(shown)} |")
+        names = [f"{tensorflow} rc", keras] if tensorflow == NEXT[0][0] else [tensorflow, keras]
+        names[1] += " nightly" if keras == NEXT[1][1] else ""
+        rows.append(f"| {' | '.join([*names, *shown])} |")
     return "\n".join(rows)
 
 
@@ -233,8 +249,9 @@ def main(_: Sequence[str]) -> int:
     before, _, rest = text.partition(_BEGIN)
     after = rest.partition(_END)[2]
     DOCUMENT.write_text(f"{before}{_BEGIN}\n{table(found)}\n{_END}{after}")
-    asked = {cell.name for cell in cells() if cell.name.startswith(tuple(_ONLY.value or [""]))}
-    results = [result for name, result in found.items() if name in asked]
+    asked = tuple(_ONLY.value or [""])
+    must = [cell.name for cell in cells() if cell.name.startswith(asked) and not cell.may_fail]
+    results = [found[name] for name in must if name in found]
     return 0 if all(result.green or result.words.startswith(_NO_WHEEL) for result in results) else 1
 
 

@@ -289,7 +289,9 @@ class Save:
         """Waits for a file of each of some ranks; returns whether all exist."""
         end, missing = time.monotonic() + _PARTS_SECONDS, ranks - {self._own}
         while missing and not self._given_up.is_set():
-            missing = {rank for rank in missing if storage.read(f"{kind}/{rank}") is None}
+            # A list, because a store has a request for each file, and there may be thousands.
+            found = set(storage.names(f"{kind}/"))
+            missing = {rank for rank in missing if f"{kind}/{rank}" not in found}
             if missing and time.monotonic() > end:
                 raise StorageError(
                     f"{self.path} is not complete: the parts of ranks {sorted(missing)} did not arrive "

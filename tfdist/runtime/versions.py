@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 from tfdist.utils.errors import TfdistError
 
+_Version = tuple[int, int]
+#: The tested pairs of TensorFlow and Keras, by their minor versions, the newest first.
+TESTED: tuple[tuple[_Version, _Version], ...] = (
+    ((2, 21), (3, 15)),
+    ((2, 21), (3, 14)),
+    ((2, 20), (3, 13)),
+    ((2, 20), (3, 12)),
+    ((2, 19), (3, 12)),
+    ((2, 18), (3, 12)),
+)
+
+
+def _range(versions: Iterable[_Version]) -> tuple[_Version, _Version]:
+    found = sorted(versions)
+    return found[0], (found[-1][0], found[-1][1] + 1)
+
+
 #: By distribution: the first version in the range, and the first after it. `setup.cfg` has the same.
-RANGES = {"tensorflow": ((2, 18), (2, 22)), "keras": ((3, 12), (3, 16))}
+RANGES = {
+    "tensorflow": _range(tensorflow for tensorflow, _ in TESTED),
+    "keras": _range(keras for _, keras in TESTED),
+}
 #: A variable that allows other versions, such as nightly builds.
 ANY_VERSION = "TFDIST_ANY_VERSION"
 _NAMES = {"tensorflow": "TensorFlow", "keras": "Keras"}
@@ -26,9 +47,19 @@ class VersionError(TfdistError, ImportError):
     """The installed version of a library is not supported; reported in one line."""
 
 
+def is_tested(tensorflow: str, keras: str) -> bool:
+    """Whether these versions were tested together."""
+    return (_minor(tensorflow), _minor(keras)) in TESTED
+
+
+def _minor(version: str) -> _Version:
+    major, minor, *_ = (*map(int, re.findall(r"\d+", version)), 0, 0)
+    return major, minor
+
+
 def why_no_tpu(version: str) -> str:
     """Why a version of TensorFlow has no TPUs; "" if there is a build for them."""
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) <= _LAST_TPU:
+    if _minor(version) <= _LAST_TPU:
         return ""
     last = ".".join(map(str, _LAST_TPU))
     return (
@@ -54,9 +85,8 @@ def check_version(name: str, version: str) -> None:
         VersionError: The version is out of the range, and `TFDIST_ANY_VERSION` is not 1.
     """
     first, end = RANGES[name]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     # A nightly build precedes its version, with changes since the last release.
-    is_supported = first <= numbers < end and "dev" not in version
+    is_supported = first <= _minor(version) < end and "dev" not in version
     if not is_supported and os.environ.get(ANY_VERSION) != "1":
         raise VersionError(
             f"tfdist requires {_NAMES[name]} {range_of(name)}. Received: {_NAMES[name]} {version}. "

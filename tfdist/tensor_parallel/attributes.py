@@ -13,16 +13,17 @@ from tfdist.backend.keras.private import TensorFlowTrainer
 # Without sublayers, whose variables the public list contains.
 own_trainable = Attribute("_trainable_variables", keras.Layer)
 # The packing of an int4 kernel, and its reduced dims. Before 3.14 int4 is packed differently, by inputs
-# and without blocks.
+# and without blocks; in 3.16 other objects pack.
+_PACKING: dict[str, tuple[int, int]] = {"since": (3, 14), "before": (3, 16)}
 int4_block_size = Attribute(
-    "_int4_block_size", keras.layers.Dense, keras.layers.EinsumDense, since=(3, 14)
+    "_int4_block_size", keras.layers.Dense, keras.layers.EinsumDense, **_PACKING
 )
-int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense)
-int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense, since=(3, 14))
-int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense, since=(3, 14))
-quantization_axes = Attribute("_kernel_reduced_axes", keras.layers.EinsumDense)
+int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense, before=(3, 16))
+int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense, **_PACKING)
+int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense, **_PACKING)
+quantization_axes = Attribute("_kernel_reduced_axes", keras.layers.EinsumDense, before=(3, 16))
 # A method, from the scales of an int8 kernel to the divisors of the kernel itself.
-adjust_scale = Attribute("_adjust_scale_for_dequant", keras.layers.EinsumDense)
+adjust_scale = Attribute("_adjust_scale_for_dequant", keras.layers.EinsumDense, before=(3, 16))
 # Grouped attention has no public ones; only it has a gate, since 3.14.
 _BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
 projections = {

@@ -18,6 +18,7 @@ from keras import ops
 from tfdist.backend.keras.attributes import kernel_of
 from tfdist.collectives import Group, all_reduce
 from tfdist.tensor_parallel.attributes import (
+    adjust_scale,
     int4_block_size,
     int4_columns,
     int4_inputs,
@@ -37,8 +38,14 @@ def check_mode(layer, mode: str | None) -> None:
         mode: Keras' name of the mode; None for a layer that is not quantized.
 
     Raises:
-        ValueError: It is neither int8 nor int4, or int4 in a version of Keras that packs by inputs.
+        ValueError: It is neither int8 nor int4, or int4 in a version of Keras that packs by inputs, or
+            Keras quantizes in another way, as 3.16 does.
     """
+    if mode is not None and not adjust_scale.is_known:
+        raise ValueError(
+            f"Splitting a quantized layer requires Keras before 3.16. Received: `{layer.path}` with Keras "
+            f"{keras.__version__}. Use 'replicate' for it."
+        )
     if mode == "int4" and not int4_outputs.is_known:
         raise ValueError(
             "Splitting an int4 layer requires Keras 3.14 or later, which packs it by outputs. Received: "

@@ -26,6 +26,7 @@ ROOMS = (
     # Patches of Keras that not every training needs.
     ROOT / "tfdist" / "addons" / "cpu_kernels",
     ROOT / "tfdist" / "addons" / "hub",
+    ROOT / "tfdist" / "addons" / "optimizers" / "attributes.py",
     ROOT / "tfdist" / "tensor_parallel" / "attention_cores.py",
     ROOT / "tfdist" / "tensor_parallel" / "attributes.py",
 )

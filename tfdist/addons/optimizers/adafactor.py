@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.addons.optimizers.attributes import (
+    column_factors,
+    given_rate,
+    parameters,
+    row_factors,
+    velocities,
+)
+from tfdist.backend.keras.attributes import place_of
 from tfdist.collectives import all_reduce
 from tfdist.gradients.norms import sum_of_squares
 from tfdist.gradients.sparse import times
@@ -36,7 +43,8 @@ class Adafactor(keras.optimizers.Adafactor):
         if self.built:
             return
         super().build(var_list)
-        for parameter, rows, columns in zip(var_list, self._r, self._c, strict=True):
+        factors = zip(var_list, row_factors(self), column_factors(self), strict=True)
+        for parameter, rows, columns in factors:
             layout = layout_of(parameter)
             if layout.gradient_shard is not None:
                 raise ValueError(
@@ -51,9 +59,8 @@ class Adafactor(keras.optimizers.Adafactor):
 
     def update_step(self, gradient, variable, learning_rate):
         """Updates the state and the parameter."""
-        optimizer: Any = self
-        index = optimizer._get_variable_index(variable)
-        parameter = optimizer._trainable_variables[index]
+        place = place_of(self)(variable)
+        parameter = parameters(self)[place]
         if layout_of(parameter).slice is None:
             super().update_step(gradient, variable, learning_rate)
             return
@@ -64,14 +71,14 @@ class Adafactor(keras.optimizers.Adafactor):
         # As in Keras, each row of a sparse gradient by itself.
         square = means.own(keras.ops.square(gradient)) + self.epsilon_1
         step = tf.cast(self.iterations + 1, dtype)
-        if not callable(self._learning_rate) and self.relative_step:
+        if not callable(given_rate(self)) and self.relative_step:
             lr = tf.minimum(lr, 1 / tf.sqrt(step))
         rho = tf.minimum(lr, 1 / tf.sqrt(step))
         alpha = tf.maximum(tf.cast(self.epsilon_2, dtype), means.rms(means.own(variable))) * rho
         decay = 1 - step**self.beta_2_decay
-        velocity = self._v[index]
+        velocity = velocities(self)[place]
         if len(part.shape) >= 2:
-            r, c = self._r[index], self._c[index]
+            r, c = row_factors(self)[place], column_factors(self)[place]
             rows = _average(means.own(r, -1), means.mean(square, -1), decay)
             columns = _average(means.own(c, -2), means.mean(square, -2), decay)
             self.assign(r, means.padded(rows, -1))

@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 
+from tfdist.addons.optimizers.attributes import parameters
+from tfdist.backend.keras.attributes import place_of
 from tfdist.sharding.layout import VariableLayout, layout_of
 from tfdist.utils.temporary import attributes_set
 
@@ -56,8 +58,7 @@ class JointUpdates:
 
     def parameter_of(self, variable) -> keras.Variable:
         """The Keras variable for the argument of `update_step`."""
-        optimizer: Any = self
-        return optimizer._trainable_variables[optimizer._get_variable_index(variable)]
+        return parameters(self)[place_of(self)(variable)]
 
 
 def is_split(layout: VariableLayout) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.addons.optimizers.attributes import first_moments, second_moments
 from tfdist.addons.optimizers.joint import JointUpdates, split_layout
+from tfdist.backend.keras.attributes import place_of
 from tfdist.sharding.layout import sum_over_parts
 
 
@@ -25,9 +27,9 @@ class Lamb(JointUpdates, keras.optimizers.Lamb):
         if split_layout(parameter) is None:
             super().update_step(gradient, variable, learning_rate)
             return
-        dtype, index = variable.dtype, self._get_variable_index(variable)
+        dtype, place = variable.dtype, place_of(self)(variable)
         gradient, step = tf.cast(gradient, dtype), tf.cast(self.iterations + 1, dtype)
-        m, v = self._momentums[index], self._velocities[index]
+        m, v = first_moments(self)[place], second_moments(self)[place]
         square = keras.ops.square(gradient)  # Of each row of a sparse gradient, as in Keras.
         self.assign_add(m, keras.ops.subtract(gradient, m) * (1 - self.beta_1))
         self.assign_add(v, keras.ops.subtract(square, v) * (1 - self.beta_2))

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.addons.optimizers.attributes import MatrixMuon
 from tfdist.addons.optimizers.exchange import assigned_owners, on_owners, parts_of
 from tfdist.addons.optimizers.joint import JointUpdates, split_layout
+from tfdist.backend.keras.attributes import place_of
 from tfdist.sharding.layout import global_shape, layout_of
 from tfdist.utils import checks
 from tfdist.utils.places import replaced_by_key
@@ -23,7 +25,7 @@ ATTENTION_MATRICES: dict[str, int] = {
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class Muon(JointUpdates, keras.optimizers.Muon):
+class Muon(JointUpdates, MatrixMuon):
     """`keras.optimizers.Muon` for tensor parallelism and ZeRO, and for kernels with more than two dims.
 
     Updates are those of Keras. Where ranks hold parts of a matrix, its momentum is gathered on one of them,
@@ -71,21 +73,24 @@ class Muon(JointUpdates, keras.optimizers.Muon):
                 return rows
         return None
 
-    def _should_use_adamw(self, variable) -> bool:
-        """Keras' test, for the shape of the whole parameter."""
-        if self._rows_of(variable) is None:
-            return True
-        path = variable.path
-        if self.exclude_embeddings and "embedding" in path.lower():
-            return True
-        return any(re.search(keyword, path) for keyword in self.exclude_layers)
+    def is_matrix(self, parameter) -> bool:
+        """Whether a parameter is updated by Muon: Keras' test, for the shape of the whole parameter."""
+        path = parameter.path
+        is_excluded = self.exclude_embeddings and "embedding" in path.lower()
+        is_excluded |= any(re.search(keyword, path) for keyword in self.exclude_layers)
+        return not is_excluded and self._rows_of(parameter) is not None
 
-    def _muon_update_step(self, gradient, variable, lr, m):
+    def update_step(self, gradient, variable, learning_rate):
+        """Updates the state and, unless ranks hold parts of it, the parameter."""
         parameter = self.parameter_of(variable)
+        if not self.is_matrix(parameter):
+            super().update_step(gradient, variable, learning_rate)
+            return
+        m = self.momentums[place_of(self)(variable)]
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
         self.assign_add(m, gradient + m.value * (self.momentum - 1))
         momentum = gradient + self.momentum * m.value if self.nesterov else m.value
-        rate = tf.cast(lr, variable.dtype)
+        rate = tf.cast(learning_rate, variable.dtype)
         if split_layout(parameter) is None:
             self.assign_sub(variable, self._direction(momentum, parameter, rate))
         else:

@@ -31,6 +31,7 @@ class Attribute:
         name: Keras' name of the attribute.
         *owners: The classes or modules whose code uses it.
         since: The first version of Keras that has it; objects of older versions do not.
+        before: The first version that lacks it again.
 
     Attributes:
         is_known: Whether this version of Keras has it.
@@ -39,9 +40,15 @@ class Attribute:
         ImportError: An owner does not use it.
     """
 
-    def __init__(self, name: str, *owners: Any, since: tuple[int, int] = (3, 0)):
+    def __init__(
+        self,
+        name: str,
+        *owners: Any,
+        since: tuple[int, int] = (3, 0),
+        before: tuple[int, int] = (4, 0),
+    ):
         self.name, self.owners = name, owners
-        self.is_known = tuple(map(int, keras.__version__.split(".")[:2])) >= since
+        self.is_known = since <= tuple(map(int, keras.__version__.split(".")[:2])) < before
         if not self.is_known:
             return
         for owner in owners:

@@ -13,9 +13,8 @@ import keras
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.tensorflow import nn
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.losses import loss as loss_module
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.models.functional import Functional
@@ -35,6 +34,12 @@ from keras.src.utils.naming import to_snake_case
 
 from tfdist.backend.keras.patching import check_parameters, moved
 
+try:
+    from keras.src.backend.tensorflow.ops import nn
+    from keras.src.backend.tensorflow.trainer import Trainer as TensorFlowTrainer
+except ImportError:  # Before Keras 3.16.
+    from keras.src.backend.tensorflow import nn
+    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 #: The name of the global generator. In Keras 3.12 it is a constant in code; see `check_signatures`.
 GLOBAL_SEED_GENERATOR = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
 
