@@ -50,7 +50,8 @@ def step_seconds(part: str) -> float:
     """The median time of a training step, on this rank."""
     from tfdist.testing import rank
 
-    return fit_step_seconds(*rank._state["muon", part], _STEPS)
+    model, batches = rank._state["muon", part]
+    return fit_step_seconds(model, batches, _STEPS)
 
 
 def measure(part: str, engine: str, rounds: int) -> Ratio:
@@ -61,8 +62,8 @@ def measure(part: str, engine: str, rounds: int) -> Ratio:
     ):
         for pool in (two, one):
             pool.run(prepare, part, timeout=300)
-        seconds = in_turn([two, one], step_seconds, rounds, part)
-    return Ratio(f"Muon, {part}: 2 ranks / 1 process", *seconds, _LIMIT)
+        of_two, of_one = in_turn([two, one], step_seconds, rounds, part)
+    return Ratio(f"Muon, {part}: 2 ranks / 1 process", of_two, of_one, _LIMIT)
 
 
 def main() -> int:

@@ -155,27 +155,20 @@ def _check_scope(optimizer, reference) -> None:
 @PATCHES.of(TFOptimizer, "_backend_update_step")
 def _update_step(self, grads, trainable_variables, learning_rate, *, original):
     """Under ZeRO 1 and 2, updates this rank's shards, and gathers the whole parameters."""
+    # A context on whose exit an optimizer updates parameters of which ranks have exchanged parts.
+    joint_update = getattr(self, "joint_update", contextlib.nullcontext)
     path = current_path()
     if path is None:
         replica = current_replica()
         if replica is None:
-            with _joint_update(self):
+            with joint_update():
                 return original(self, grads, trainable_variables, learning_rate)
         path = GradientPath(replica, self, trainable_variables)
     # Keras would reduce here; needed for optimizers that never call `_clip_gradients`.
     grads = path.reduce(grads)
     shards = _local_shards(trainable_variables, path.options)
-    with path.updating(), shards as variables, _joint_update(self):
+    with path.updating(), shards as variables, joint_update():
         return original(self, grads, variables, learning_rate)
-
-
-def _joint_update(optimizer) -> contextlib.AbstractContextManager[None]:
-    """The optimizer's `joint_update()`, if it has one: a context around the update steps of an update.
-
-    On its exit an optimizer can update parameters of which ranks have exchanged parts.
-    """
-    found = getattr(optimizer, "joint_update", None)
-    return contextlib.nullcontext() if found is None else found()
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def _row(name: str, variable, group: Group, writes: bool, merge: Merge) -> Entry
     inside = whole_box(shape)
     shard = ArrayShard((group.rank, *inside), None, shape, inside)
     dtype = str(variable.dtype)
-    return Entry(name, (group.size, *shape), dtype, variable, (shard,), writes, merge)
+    return Entry(name, (group.size, *shape), dtype, variable, (shard,), writes, merge, group)
 
 
 def _merge(aggregation: str, group: Group) -> Merge:

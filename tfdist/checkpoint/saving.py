@@ -17,7 +17,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.backend.keras.attributes import stored_value
 from tfdist.checkpoint.chunks import (
     CHUNK_BYTES,
     CRC_BYTES,
@@ -32,6 +31,7 @@ from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.entries import entries_of, gather_arrays
 from tfdist.checkpoint.errors import CheckpointError, StorageError
 from tfdist.checkpoint.manifest import Array, Digests, Manifest, folder_of, keys_of
+from tfdist.checkpoint.regrouping import Regrouping
 from tfdist.checkpoint.shards import Entry
 from tfdist.checkpoint.storage import UNFINISHED, Storage, digest_of
 from tfdist.collectives import Group
@@ -130,7 +130,7 @@ class Saver:
 
     Attributes:
         world: All ranks.
-        entries: The entries of this rank.
+        parts: What this rank writes.
         writers: The ranks that write each array, by name.
     """
 
@@ -140,8 +140,8 @@ class Saver:
         self._directory, self._model = directory, model
         self.world = world_of(model)
         self._token = broadcast_object(secrets.token_hex(4), self.world, name="checkpoint")
-        self.entries = entries_of(model, states=states)
-        self._arrays, self.writers = gather_arrays(self.entries, self.world)
+        self.parts = Regrouping(entries_of(model, states=states))
+        self._arrays, self.writers = gather_arrays(self.parts.entries, self.world)
 
     def begin(
         self,
@@ -190,9 +190,7 @@ class Save:
         self._world, self._writers = saver.world, saver.writers
         self._own = self._world.ranks[self._world.rank]
         # Copies, because training changes the variables in the meantime.
-        self._values: list[tuple[Entry, np.ndarray]] = [
-            (entry, stored_value(entry.variable).numpy()) for entry in saver.entries if entry.writes
-        ]
+        self._values: list[tuple[Entry, np.ndarray]] = list(saver.parts.values())
         self._error: str | None = None
         self._written, self._digested = threading.Event(), threading.Event()
         self._given_up = threading.Event()

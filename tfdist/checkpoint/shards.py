@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.collectives import Group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import NestedSlice, Slice
 
@@ -67,6 +68,7 @@ class Entry:
         writes: Whether this rank writes them: one of the ranks with the same part does.
         merge: For an array with a row for each rank: computes this rank's value from the rows that a
             different number of ranks wrote. None for any other array.
+        rows: For an array with a row for each rank, each of one variable: the ranks. None for any other.
         is_optional: Whether the array may be missing in a checkpoint, or have another shape there; the
             variable then keeps its value.
     """
@@ -78,6 +80,7 @@ class Entry:
     shards: tuple[ArrayShard, ...]
     writes: bool
     merge: Callable[[np.ndarray], np.ndarray] | None = None
+    rows: Group | None = None
     is_optional: bool = False
 
     @property
@@ -89,19 +92,30 @@ class Entry:
 def shards_of(variable: keras.Variable) -> tuple[ArrayShard, ...]:
     """The boxes of the global array that are in this rank's variable."""
     layout = layout_of(variable)
-    runs: list[tuple[tuple[int, int] | None, Box]]
-    if layout.flat is None:
-        part = layout.slice
-        shape = tuple(variable.shape) if part is None else part.local_shape
-        runs = [(None, whole_box(shape))]
-    else:
-        begin, end = layout.flat.span
-        runs = [
-            ((first - begin, last - begin), box)
-            for (first, last), box in boxes(begin, end, layout.flat.array_shape)
-        ]
-    shards = (_shard(layout.slice, box, run) for run, box in runs)
-    return tuple(shard for shard in shards if shard is not None)
+    if layout.flat is not None:
+        return shards_of_run(*layout.flat.span, layout.flat.array_shape, layout.slice)
+    part = layout.slice
+    shape = tuple(variable.shape) if part is None else part.local_shape
+    found = _shard(part, whole_box(shape), None)
+    return () if found is None else (found,)
+
+
+def shards_of_run(
+    begin: int, end: int, shape: tuple[int, ...], part: Slice | NestedSlice | None
+) -> tuple[ArrayShard, ...]:
+    """The boxes of a global array in a vector of some elements of it, or of a slice of it.
+
+    Args:
+        begin: The first element.
+        end: The first element after them.
+        shape: The shape of the array, or of the slice.
+        part: The slice.
+    """
+    found = (
+        _shard(part, box, (first - begin, last - begin))
+        for (first, last), box in boxes(begin, end, shape)
+    )
+    return tuple(shard for shard in found if shard is not None)
 
 
 def _shard(

@@ -14,7 +14,7 @@ from tfdist.backend.keras.private import TensorFlowTrainer
 own_trainable = Attribute("_trainable_variables", keras.Layer)
 # The packing of an int4 kernel, and its reduced dims. Before 3.14 int4 is packed differently, by inputs
 # and without blocks; in 3.16 other objects pack.
-_PACKING: dict[str, tuple[int, int]] = {"since": (3, 14), "before": (3, 16)}
+_PACKING = {"since": (3, 14), "before": (3, 16)}
 int4_block_size = Attribute(
     "_int4_block_size", keras.layers.Dense, keras.layers.EinsumDense, **_PACKING
 )

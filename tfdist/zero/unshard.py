@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.rematerialize import Region, replace
+from tfdist.backend.graph.split import CHEAP
 from tfdist.backend.keras.private import get_keras_mask, in_stateless_scope, set_keras_mask
 from tfdist.zero.sharded_gradients import shard_gradients
 from tfdist.zero.sharded_variable import (
@@ -32,24 +33,7 @@ from tfdist.zero.sharded_variable import (
 __all__ = ["as_shards", "call_gathered", "gathered", "gathered_for_step", "shard_variable"]
 
 #: Operations that a layer may apply to a parameter before its use, cheap enough to repeat.
-_CHEAP = frozenset(
-    [
-        "Cast",
-        "ConcatV2",
-        "Const",
-        "ExpandDims",
-        "Identity",
-        "Pack",
-        "Reshape",
-        "Slice",
-        "Split",
-        "SplitV",
-        "Squeeze",
-        "StridedSlice",
-        "Transpose",
-        "Unpack",
-    ]
-)
+_CHEAP = CHEAP | {"ConcatV2", "Const", "Slice", "Split", "SplitV", "Transpose", "Unpack"}
 
 #: By graph, the calls of layers with gathered parameters, in order.
 _calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -40,13 +40,7 @@ class Attribute:
         ImportError: An owner does not use it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *owners: Any,
-        since: tuple[int, int] = (3, 0),
-        before: tuple[int, int] = (4, 0),
-    ):
+    def __init__(self, name: str, *owners: Any, since=(3, 0), before=(4, 0)):
         self.name, self.owners = name, owners
         self.is_known = since <= tuple(map(int, keras.__version__.split(".")[:2])) < before
         if not self.is_known:
