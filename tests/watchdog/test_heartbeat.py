@@ -90,6 +90,28 @@ def test_a_report_that_comes_after_the_goodbye_is_not_sent():
     server.close()
 
 
+@pytest.mark.parametrize("still_waits", [False, True])
+def test_a_rank_may_end_before_the_others_report_the_end_of_their_wait(still_waits):
+    """Rank 1 has waited for rank 0, which ends as soon as it has come; in the other case without it."""
+    wait = {"name": "all_gather/state", "ranks": [0, 1], "occurrence": 1, "seconds": 20.0}
+    waiting = [wait]
+    server = HeartbeatServer(2, KEY, timeout=60.0)
+    verdicts: list[str] = []
+    first = join(server, 0, [])
+    second = join(server, 1, verdicts, lambda: Report(1, waiting=list(waiting)))
+    try:
+        time.sleep(1.5)
+        if not still_waits:
+            waiting.clear()
+        first.close()
+        wait_until(lambda: bool(verdicts), 5.0)
+        assert bool(verdicts) == still_waits
+        assert not still_waits or "Rank 0 ended while rank 1 waits in all_gather" in verdicts[0]
+    finally:
+        second.close()
+        server.close()
+
+
 GARBAGE = [
     b"GET / HTTP/1.0\r\n\r\n",
     b"\n",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -41,12 +40,9 @@ class Regrouping:
 
     def __init__(self, entries: Sequence[Entry]):
         self._spread: list[_Spread] = []
-        units: Counter[Group] = Counter()
         for entry in entries:
-            if (spread := _spread(entry)) is not None:
-                # The first chunks of several arrays are on different ranks.
-                self._spread.append(dataclasses.replace(spread, first=units[spread.group]))
-                units[spread.group] += spread.units
+            if (spread := _spread(entry, len(self._spread))) is not None:
+                self._spread.append(spread)
         exchanged = {spread.entry.name for spread in self._spread}
         self._kept = [entry for entry in entries if entry.name not in exchanged]
         self.entries = [*self._kept, *(spread.regrouped for spread in self._spread)]
@@ -72,7 +68,7 @@ class _Spread:
         shape: Its shape; the entry's is that of the global array, of which this may be a slice.
         share: The elements of a rank.
         unit: The elements in a chunk.
-        first: The number of chunks before; the first chunk is written by the rank after theirs.
+        first: The rank that writes the first chunk; of several arrays, which may be small, another one each.
     """
 
     entry: Entry
@@ -80,11 +76,7 @@ class _Spread:
     shape: tuple[int, ...]
     share: int
     unit: int
-    first: int = 0
-
-    @property
-    def units(self) -> int:
-        return math.ceil(math.prod(self.shape) / self.unit)
+    first: int
 
     def held(self, rank: int) -> _Span:
         """The elements that a rank holds."""
@@ -92,9 +84,9 @@ class _Spread:
 
     def written(self, rank: int) -> _Span:
         """The elements that a rank writes: some consecutive chunks."""
-        ranks = self.group.size
+        ranks, units = self.group.size, math.ceil(math.prod(self.shape) / self.unit)
         place = (rank - self.first) % ranks
-        begin, end = (-(-each * self.units // ranks) for each in (place, place + 1))
+        begin, end = (-(-each * units // ranks) for each in (place, place + 1))
         return self._span(begin * self.unit, end * self.unit)
 
     def _span(self, begin: int, end: int) -> _Span:
@@ -124,8 +116,8 @@ class _Spread:
         return dataclasses.replace(self.entry, shards=shards, writes=bool(shards))
 
 
-def _spread(entry: Entry) -> _Spread | None:
-    """An array of which several ranks write parts; None for others."""
+def _spread(entry: Entry, number: int) -> _Spread | None:
+    """An array of which several ranks write parts, the first on rank `number` of them; None for others."""
     flat, group = layout_of(entry.variable).flat, entry.rows
     shape, share = entry.shape, math.prod(entry.shape[1:])
     if group is None and flat is not None and entry.merge is None:
@@ -135,7 +127,7 @@ def _spread(entry: Entry) -> _Spread | None:
     chunk = chunk_shape_of(*entry.array)
     axis = next((axis for axis, size in enumerate(chunk) if size > 1), len(chunk) - 1)
     unit = min(chunk[axis], shape[axis]) * math.prod(shape[axis + 1 :])
-    return _Spread(entry, group, shape, share, unit)
+    return _Spread(entry, group, shape, share, unit, number % group.size)
 
 
 def _exchange(some: Sequence[_Spread], group: Group) -> Iterator[tuple[Entry, np.ndarray]]:

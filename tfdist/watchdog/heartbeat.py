@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import resource
 import selectors
 import threading
@@ -240,7 +241,9 @@ class HeartbeatServer:
             for wait in report.waiting:
                 if not report.failed and wait["seconds"] <= _GRACE_SECONDS:
                     continue
-                if ended := [rank for rank in wait["ranks"] if rank in gone]:
+                # A report from before they ended may be of a wait that has ended, too.
+                heard = math.inf if report.failed else self._heard[report.rank] - self._every
+                if ended := [r for r in wait["ranks"] if r in gone and self._heard[r] < heard]:
                     return (
                         f"{likely_cause(wait['name'], [report.rank], ended)}"
                         f"{format_ranks(ended).capitalize()} ended while rank {report.rank} waits in "
