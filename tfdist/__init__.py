@@ -58,13 +58,16 @@ def __dir__() -> list[str]:
 
 #: The modules of registered classes, which Keras looks up by name when it loads a saved model.
 _REGISTERED = {
+    "Adafactor": "tfdist.addons.optimizers.adafactor",
     "ColumnParallelDense": "tfdist.layers.dense",
     "DiLoCo": "tfdist.addons.slow_links.local_sgd.diloco",
     "Dropout": "tfdist.layers.dropout",
     "GRPOLoss": "tfdist.addons.hub.preferences.losses",
+    "Lamb": "tfdist.addons.optimizers.lamb",
     "LayerNormalization": "tfdist.layers.normalization",
     "LocalSGD": "tfdist.addons.slow_links.local_sgd.local_sgd",
     "MixtureOfExperts": "tfdist.experts.layer",
+    "Muon": "tfdist.addons.optimizers.muon",
     "OneBitAdam": "tfdist.addons.slow_links.one_bit_adam",
     "ParallelMLP": "tfdist.layers.feed_forward",
     "ParallelMultiHeadAttention": "tfdist.layers.attention",
@@ -73,6 +76,7 @@ _REGISTERED = {
     "RMSNormalization": "tfdist.layers.normalization",
     "RowParallelDense": "tfdist.layers.dense",
     "ScaledWarmup": "tfdist.learning_rate",
+    "ScheduleFreeAdamW": "tfdist.addons.optimizers.schedule_free",
     "ShardedEmbedding": "tfdist.addons.recommenders.sharded_embedding.layer",
     "SlowMo": "tfdist.addons.slow_links.local_sgd.slowmo",
     "TransformerDecoderBlock": "tfdist.models.transformer",

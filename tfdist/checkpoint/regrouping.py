@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -94,19 +94,14 @@ class _Spread:
         return min(begin, size), min(end, size)
 
     @functools.cached_property
-    def sent(self) -> list[tuple[int, int, int]]:
-        """The ranks to which this rank sends elements, and which."""
-        return self._overlaps(self.held(self.group.rank), self.written)
-
-    @functools.cached_property
-    def received(self) -> list[tuple[int, int, int]]:
-        """The ranks from which this rank receives elements, and which."""
-        return self._overlaps(self.written(self.group.rank), self.held)
-
-    def _overlaps(self, own: _Span, of: Callable[[int], _Span]) -> list[tuple[int, int, int]]:
-        spans = ((rank, *of(rank)) for rank in range(self.group.size))
-        found = [(rank, max(own[0], begin), min(own[1], end)) for rank, begin, end in spans]
-        return [each for each in found if each[1] < each[2]]
+    def exchanged(self) -> list[list[tuple[int, int, int]]]:
+        """The ranks to which this rank sends elements, and which; and those from which it receives some."""
+        found = []
+        for of, to in ((self.held, self.written), (self.written, self.held)):
+            (begin, end), others = of(self.group.rank), map(to, range(self.group.size))
+            spans = [(rank, max(begin, b), min(end, e)) for rank, (b, e) in enumerate(others)]
+            found.append([each for each in spans if each[1] < each[2]])
+        return found
 
     @functools.cached_property
     def regrouped(self) -> Entry:
@@ -136,7 +131,10 @@ def _exchange(some: Sequence[_Spread], group: Group) -> Iterator[tuple[Entry, np
     for spread in some:
         value = stored_value(spread.entry.variable).numpy().reshape(-1)
         first, _ = spread.held(group.rank)
-        parts += [(rank, value[b - first : e - first].view(np.uint8)) for rank, b, e in spread.sent]
+        parts += [
+            (rank, value[b - first : e - first].view(np.uint8))
+            for rank, b, e in spread.exchanged[0]
+        ]
     parts.sort(key=lambda part: part[0])
     splits = [sum(part.size for to, part in parts if to == rank) for rank in range(group.size)]
     buffer = np.concatenate([np.zeros(0, np.uint8), *(part for _, part in parts)])
@@ -147,9 +145,9 @@ def _exchange(some: Sequence[_Spread], group: Group) -> Iterator[tuple[Entry, np
         for spread in some
         for begin, end in [spread.written(group.rank)]
     ]
-    every = [(*each, spread, n) for n, spread in enumerate(some) for each in spread.received]
-    for _, begin, end, spread, number in sorted(every, key=lambda each: each[0]):
-        first, _ = spread.written(group.rank)
+    every = [(rank, n, b, e) for n, spread in enumerate(some) for rank, b, e in spread.exchanged[1]]
+    for _, number, begin, end in sorted(every):
+        first, _ = some[number].written(group.rank)
         part = values[number][begin - first : end - first].view(np.uint8)
         part[:] = received[place : place + part.size]
         place += part.size
