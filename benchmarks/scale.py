@@ -35,7 +35,6 @@ SCALES = (100, 1_000, 10_000)
 WRITERS = (1, 4, 16, 64)
 _RANK = """
 import time
-begun = time.monotonic()
 import horovod.tensorflow as hvd, psutil
 imported = time.monotonic()
 hvd.init()
@@ -239,7 +238,6 @@ def files() -> str:
     """Files and chunks, and what a rank writes and receives for it, by the number of ranks under ZeRO-3."""
     arrays = shapes_of_7b() * 3  # And Adam's two moments.
     chunks = [chunk_count(shape, chunk_shape_of(shape, "float32")) for shape in arrays]
-    # Of each array at least one chunk, and whole ones.
     size = 4 * sum(map(math.prod, arrays))
     rows = []
     for ranks in (8, *SCALES):

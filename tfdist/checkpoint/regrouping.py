@@ -23,7 +23,7 @@ from tfdist.gradients.buckets import buckets
 from tfdist.sharding.layout import layout_of
 from tfdist.utils.places import places_by
 
-#: The bytes of a rank that are sent at once.
+#: The bytes of a rank that are sent at once. A larger part has whole chunks, and only those at its edges are shared.
 _SENT_BYTES = 32 << 20
 _Span = tuple[int, int]
 
@@ -118,6 +118,8 @@ def _spread(entry: Entry, number: int) -> _Spread | None:
     if group is None and flat is not None and entry.merge is None:
         group, shape, share = flat.group, flat.array_shape, flat.share
     if group is None or group.size == 1 or not (entry.writes and shape and 0 not in shape):
+        return None
+    if share * tf.as_dtype(entry.dtype).size > _SENT_BYTES:
         return None
     chunk = chunk_shape_of(*entry.array)
     axis = next((axis for axis, size in enumerate(chunk) if size > 1), len(chunk) - 1)

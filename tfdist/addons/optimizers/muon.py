@@ -13,10 +13,12 @@ from tfdist.addons.optimizers.attributes import MatrixMuon
 from tfdist.addons.optimizers.exchange import assigned_owners, on_owners, parts_of
 from tfdist.addons.optimizers.joint import JointUpdates, split_layout
 from tfdist.backend.keras.attributes import place_of
+from tfdist.gradients.buckets import buckets
 from tfdist.sharding.layout import global_shape, layout_of
 from tfdist.utils import checks
-from tfdist.utils.places import replaced_by_key
 
+#: The bytes of whole matrices that are exchanged at once.
+_SENT_BYTES = 256 << 20
 #: The kernels of attention in Keras and KerasHub: [width, heads, head width] and [heads, head width, width].
 ATTENTION_MATRICES: dict[str, int] = {
     r"(.*/)?(query|key|value)/kernel": 1,
@@ -109,18 +111,22 @@ class Muon(JointUpdates, MatrixMuon):
             [parts_of(layout_of(each)) for each in parameters], self._costs(parameters)
         )
 
-        def directions(_, places: list[int]) -> list[tf.Tensor]:
-            def whole(place: int, momentum: tf.Tensor) -> tf.Tensor:
-                _, _, parameter, rate = updates[places[place]]
+        # By whole shapes: the parts of ranks can have different sizes.
+        specs = [
+            tf.TensorSpec(global_shape(p), u[0].dtype)
+            for p, u in zip(parameters, updates, strict=True)
+        ]
+        for bucket in buckets(enumerate(specs), _SENT_BYTES):
+            some = [updates[place] for place in bucket]
+
+            def whole(place: int, momentum: tf.Tensor, some=some) -> tf.Tensor:
+                _, _, parameter, rate = some[place]
                 return self._direction(momentum, parameter, rate)
 
-            momenta = [updates[place][0] for place in places]
-            return on_owners(whole, momenta, [owned[place] for place in places], "muon")
-
-        momenta = [momentum for momentum, _, _, _ in updates]
-        found = replaced_by_key(momenta, [each.dtype for each in momenta], directions)
-        for direction, (_, variable, _, _) in zip(found, updates, strict=True):
-            self.assign_sub(variable, direction)
+            momenta = [momentum for momentum, _, _, _ in some]
+            found = on_owners(whole, momenta, [owned[place] for place in bucket], "muon")
+            for direction, (_, variable, _, _) in zip(found, some, strict=True):
+                self.assign_sub(variable, direction)
 
     def _costs(self, parameters: Sequence) -> list[float]:
         """The multiplications of the Newton-Schulz iteration of each matrix, up to a factor."""
