@@ -30,8 +30,9 @@ ROOMS = (
     ROOT / "tfdist" / "tensor_parallel" / "attention_cores.py",
     ROOT / "tfdist" / "tensor_parallel" / "attributes.py",
 )
-#: TensorFlow's names, which Keras has too: where they stand, and whose they are.
+#: Names of TensorFlow and TRL, which Keras has too: where they stand, and whose they are.
 TENSORFLOWS = {
+    ("benchmarks/peers/trl_preferences.py", "_metrics"): "of a trainer of TRL",
     ("tfdist/data/read_ahead.py", "_inputs"): "of a tf.data set",
     ("tfdist/data/sharding.py", "_inputs"): "of a tf.data set",
     ("tfdist/backend/graph/rematerialize.py", "_class"): "of a node of a graph",
