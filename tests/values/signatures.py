@@ -266,6 +266,7 @@ LEGAL: dict[str, set[str]] = {
     "*.dropout": _ZERO,
     "*.attention_dropout": _ZERO,
     "*.verbose": {"zero"},
+    "tfdist.addons.optimizers.Muon.matrices": {"dict"},
     "tfdist.addons.slow_links.DiLoCo.overlap": {"zero"},
     "tfdist.addons.slow_links.OneBitAdam.learning_rate": {"zero point"},
     **{

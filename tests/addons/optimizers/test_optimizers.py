@@ -142,6 +142,8 @@ def test_hostile_arguments():
     for rows in (0, -1, 1.5, True, "1"):
         with pytest.raises(ValueError, match="matrices"):
             Muon(matrices={".*": rows})
+    with pytest.raises(ValueError, match="`matrices` must be a dict whose keys are regular"):
+        Muon(matrices={"(": 1})
     again = Muon.from_config(Muon(matrices={".*": 2}).get_config())
     assert again.matrices == {".*": 2}
     optimizer = Muon(matrices={".*kernel": 3})

@@ -35,26 +35,31 @@ class Muon(JointUpdates, MatrixMuon):
     distributed so that the work is balanced.
 
     Args:
-        learning_rate: As in Keras, as all other arguments.
+        *args: Those of Keras, as `**kwargs`.
         matrices: Kernels with more than two dims to update as matrices, which Keras would update by AdamW:
             patterns of whole paths, and how many of the first dims are the rows; the other dims are the
             columns. For example `ATTENTION_MATRICES`.
-        **options: Those of Keras.
+        **kwargs: Those of Keras.
 
     Raises:
-        ValueError: A matrix has no rows or no columns.
+        ValueError: A pattern is not a regular expression, or a matrix has no rows or no columns.
+        TypeError: `matrices` is not a dict.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers" (https://kellerjordan.github.io/posts/muon);
     Liu et al., "Muon is Scalable for LLM Training" (https://arxiv.org/abs/2502.16982).
     """
 
-    def __init__(
-        self, learning_rate=0.001, *, matrices: Mapping[str, int] | None = None, **options
-    ):
-        super().__init__(learning_rate, **options)
+    def __init__(self, *args, matrices: Mapping[str, int] | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        checks.instance("matrices", matrices, Mapping, "a dict", optional=True)
         self.matrices = dict(matrices or {})
         for pattern, rows in self.matrices.items():
             checks.integer(f"matrices[{pattern!r}]", rows, minimum=1)
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError):
+                meaning = "a dict whose keys are regular expressions"
+                raise checks.refuse("matrices", matrices, meaning) from None
 
     def get_config(self):
         """The arguments."""
