@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tfdist.addons.planner.quantities import read_bytes
 from tfdist.launch.flags.options import as_given, names, option, refuse_ignored
 from tfdist.launch.flags.values import UsageError, refuse
 from tfdist.utils.lazy import find_addon
-from tfdist.utils.quantities import read_bytes
 
 #: The class of `keras.optimizers`, by the value of the flag.
 _OPTIMIZERS = {

@@ -8,10 +8,10 @@ from typing import Any
 from tfdist.addons.planner import DEVICES, Machine, Transformer, machine
 from tfdist.addons.planner.calibration import read_machine
 from tfdist.addons.planner.machines import STEPS
+from tfdist.addons.planner.quantities import read_bytes
 from tfdist.launch.flags.model_sizes import LONG, file_or_name, is_preset, sizes_of
 from tfdist.launch.flags.options import as_given, option, refuse_ignored
 from tfdist.launch.flags.values import MOST_RANKS, MOST_RANKS_OF_A_HOST, UsageError, refuse
-from tfdist.utils.quantities import read_bytes
 
 _MOST = 1 << 24
 #: The options of the model's sizes, which a preset has too.

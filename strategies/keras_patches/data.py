@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -22,8 +23,8 @@ PATCHES = Patches()
 
 #: The positions of the running calls of `fit`, the innermost last.
 _open: list[DataPosition] = []
-#: For each of them the digest of its data, until its dataset is created.
-_awaited: list[FirstBatch | None] = []
+#: For each of them the digest of its data, until its dataset is created; first that outside of `fit`.
+_awaited: list[FirstBatch | None] = [None]
 
 
 def recording_position(stack: contextlib.ExitStack) -> DataPosition:
@@ -54,16 +55,16 @@ def batch_of(iterator):
 
 @PATCHES.of(TFEpochIterator, "__init__")
 def _init(self, distribute_strategy=None, *args, original, **kwargs):
-    is_ours = isinstance(distribute_strategy, DistributedStrategy)
+    is_ours, skip = isinstance(distribute_strategy, DistributedStrategy), None
     if not is_ours or distribute_strategy.mesh.size == 1:
         original(self, distribute_strategy, *args, **kwargs)
+        if _open and isinstance(self.data_adapter, PyDatasetAdapter):
+            skip = _draw_when_needed(self, distribute_strategy)
     else:
-        first = None
-        if _awaited:
-            first, _awaited[-1] = _awaited[-1], None
+        first, _awaited[-1] = _awaited[-1], None
         with distribute_strategy.extended.recording(first):
             original(self, distribute_strategy, *args, **kwargs)
-            _draw_when_needed(self, distribute_strategy)
+            skip = _draw_when_needed(self, distribute_strategy)
         if first is not None:
             self._enumerate_iterator = functools.partial(
                 _with_comparison, self._enumerate_iterator, distribute_strategy, first
@@ -71,26 +72,31 @@ def _init(self, distribute_strategy=None, *args, original, **kwargs):
     count_own_batches(self)
     if length_varies(self._distributed_dataset):
         self._enumerate_iterator = functools.partial(_to_the_end, self, self._enumerate_iterator)
-    if _open and _open[-1].adopt(self):
-        position = _open[-1]
+    if _open and (position := _open[-1]).adopt(self):
+        position.skip = skip
         # Only for this iterator, which is that of the training data.
         self._get_iterator = functools.partial(position.dataset, self._get_iterator)
         self._enumerate_iterator = functools.partial(position.steps, self._enumerate_iterator)
 
 
-def _draw_when_needed(source, strategy: DistributedStrategy) -> None:
-    """Removes the prefetch if batches depend on when they are prepared."""
-    adapter, steps = source.data_adapter, source.steps_per_epoch
-    if isinstance(adapter, PyDatasetAdapter) and steps:
+def _draw_when_needed(source, strategy: tf.distribute.Strategy) -> Callable[[int], None] | None:
+    """Removes the prefetch if batches depend on when they are prepared.
+
+    Returns:
+        A function that makes the next iterator of a `PyDataset` begin after a number of batches.
+    """
+    adapter, steps, skip = source.data_adapter, source.steps_per_epoch, None
+    if isinstance(adapter, PyDatasetAdapter) and (steps := steps or adapter.num_batches):
         # An execution of several steps draws the batches of all of them.
         executions = -(-steps // source.steps_per_execution)
-        prepare_by_epoch(adapter, executions * source.steps_per_execution)
-    elif not isinstance(adapter, GeneratorDataAdapter):
-        return
-    # The generators of all ranks must be at the same batch when another iterator continues with them.
-    source._distributed_dataset = strategy.experimental_distribute_dataset(
-        drawn_when_needed(adapter.get_tf_dataset())
-    )
+        skip = prepare_by_epoch(adapter, executions * source.steps_per_execution)
+    if skip is not None or isinstance(adapter, GeneratorDataAdapter):
+        dataset = adapter.get_tf_dataset()
+        if skip is None or source.steps_per_epoch:
+            # The generators of all ranks must be at the same batch when another iterator continues with them.
+            dataset = drawn_when_needed(dataset)
+        source._distributed_dataset = strategy.experimental_distribute_dataset(dataset)
+    return skip
 
 
 def _with_comparison(original, strategy: DistributedStrategy, first: FirstBatch):

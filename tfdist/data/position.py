@@ -44,10 +44,12 @@ class DataPosition:
     Attributes:
         batch_size: The number of samples of a global batch, if the dataset does not have it.
         done_before: The number of batches of this epoch that an earlier run did.
+        skip: Makes the next iterator begin after a number of batches; None if they must be drawn.
     """
 
     batch_size: int | None = None
     done_before: int = 0
+    skip: Callable[[int], None] | None = None
 
     def __init__(self):
         self._source: Any = None
@@ -139,8 +141,10 @@ class DataPosition:
                 rest = rows.over(rows.indices.skip(state["taken"])).dataset()
                 iterator = iter(self._counted(self._distributed(rest)))
             else:
+                if self.skip is not None:
+                    self.skip(state["taken"])
                 iterator = iter(dataset)
-                for _ in range(state["taken"]):
+                for _ in range(0 if self.skip else state["taken"]):
                     next(iterator)
         if source.steps_per_epoch:
             attributes.current_iterator.set(source, iterator)

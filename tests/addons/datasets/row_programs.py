@@ -67,6 +67,23 @@ def source_of(kind: str, folder: str) -> tuple[Any, dict]:
     return found, {"columns": ("x", "y")}
 
 
+class Batches(keras.utils.PyDataset):
+    """The table's rows by batches, and the rows that were read."""
+
+    def __init__(self, batch_size: int, **options):
+        super().__init__(**options)
+        self.batch_size, self.read = batch_size, list[int]()
+
+    def __len__(self) -> int:
+        return SIZE // self.batch_size
+
+    def __getitem__(self, index: int) -> Any:
+        rows = range(index * self.batch_size, (index + 1) * self.batch_size)
+        self.read.extend(rows)
+        x, y = table()
+        return x[rows], y[rows]
+
+
 class Stopped(Exception):
     """The training was told to end."""
 
@@ -98,6 +115,10 @@ def fitted(
     if kind == "arrays":
         data: Any = dict(zip(("x", "y"), table(), strict=True)) | {"batch_size": batch_size}
         data["shuffle"] = False
+    elif kind == "py":
+        fed = {"shuffle": own["shuffle"], "steps_per_epoch": own["steps_per_epoch"]}
+        data = {"x": Batches(batch_size, workers=own["workers"]), **fed}
+        read = data["x"].read
     else:
         source, more = source_of(kind, folder)
         counted = Counted(source)

@@ -69,6 +69,37 @@ def test_resume_reads_nothing_before_its_place(pool, tmp_path, seed):
         assert losses[-1] == all_losses[-1]
 
 
+@on_ranks(("horovod", 2), slow=[("tensorflow", 3), ("local", 1)])
+@pytest.mark.parametrize(
+    ("shuffle", "workers", "steps"),
+    [
+        (True, 1, None),
+        (True, 2, 4),
+        pytest.param(False, 1, None, marks=pytest.mark.slow),
+        pytest.param(True, 3, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_py_dataset_resumes_by_index(pool, tmp_path, shuffle, workers, steps):
+    """Also in the middle of an epoch of 4 of the 10 batches."""
+    options = {"kind": "py", "batch_size": 5, "saves": True, "epochs": 3 if steps is None else 6}
+    options |= {"shuffle": shuffle, "workers": workers, "steps_per_epoch": steps}
+    whole = pool.run(row_programs.fitted, {}, folder=str(tmp_path / "whole"), stop=None, **options)
+    folder = str(tmp_path / "stopped")
+    pool.run(row_programs.fitted, {}, folder=folder, stop=18, **options)
+    rest = pool.run(row_programs.fitted, {}, folder=folder, stop=None, **options)
+    for (weights, read, losses, done), (right, all_read, all_losses, _) in zip(
+        rest, whole, strict=True
+    ):
+        assert 13 <= done <= 18
+        # Keras reads two batches for their shapes.
+        assert read[:10] == all_read[:10] == list(range(10))
+        assert read[10:] == all_read[10 + 5 * done :] or workers > 1
+        assert len(read) == len(all_read) - 5 * done
+        for value, other in zip(weights, right, strict=True):
+            np.testing.assert_array_equal(value, other)
+        assert losses[-1] == all_losses[-1]
+
+
 @on_ranks(("horovod", 2))
 def test_another_batch_size_after_a_restart(pool, tmp_path):
     """The rows that are left of the epoch, once each."""

@@ -22,8 +22,8 @@ from tfdist.addons.planner import (
 from tfdist.addons.planner.calibration import read_machine, write_machine
 from tfdist.addons.planner.configs import KNOWN
 from tfdist.addons.planner.parts import count_active_parameters, count_parameters, forward_flops
-from tfdist.addons.planner.quantities import as_seconds
-from tfdist.utils.quantities import as_bytes, read_bytes
+from tfdist.addons.planner.quantities import as_seconds, read_bytes
+from tfdist.utils.quantities import as_bytes
 
 SIZES = {"layers": 2, "width": 64, "heads": 4, "vocabulary": 100, "length": 32}
 

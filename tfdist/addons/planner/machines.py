@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from tfdist.addons.planner.quantities import read_bytes
 from tfdist.utils import checks
-from tfdist.utils.quantities import read_bytes
 
 _MOST_RANKS = 1 << 24
 #: Bytes of a bucket of gradients on CPUs.
