@@ -43,7 +43,8 @@ PAIRS = tuple(
 NEXT = (("2.22", "3.15"), ("2.21", "3.16"))
 #: Beside TensorFlow and Keras: what tfdist asks for, and what tests do.
 _PACKAGES = (
-    *("absl-py", "cloudpickle", "packaging", "psutil", "pyyaml", "tabulate", "tensorstore"),
+    *("absl-py", "cloudpickle", "packaging", "psutil", "pyyaml", "scipy", "tabulate"),
+    *("tensorstore", "wrapt"),
     *("hypothesis", "pytest", "pytest-timeout"),
 )
 _TESTS = (
