@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
+from tfdist.addons.monitoring.process_memory import peak_bytes
 from tfdist.launch.plan.trials import fit_begins, forget_peak, median_interval
-from tfdist.runtime.process_memory import peak_bytes
 from tfdist.testing import RankPool
 
 #: What ends the place in a document that is renewed.

@@ -24,7 +24,7 @@ from tfdist.launch.install_horovod.prerequisites import (
     check_toolchain,
     installed_version,
 )
-from tfdist.runtime.versions import is_tested
+from tfdist.runtime.versions import TESTED, minor_version
 
 #: Distributions that all have the module `tensorflow`, of which the last one installed is imported.
 _TENSORFLOWS = (
@@ -91,7 +91,7 @@ def packages() -> list[Finding]:
         text = f"{' and '.join(several)} are installed over each other"
         found.append(problem("TensorFlow", text, _reinstall(several)))
     tensorflow, keras = map(installed_version, _SHOWN)
-    if tensorflow and keras and not is_tested(tensorflow, keras):
+    if tensorflow and keras and (minor_version(tensorflow), minor_version(keras)) not in TESTED:
         text = f"TensorFlow {tensorflow} with Keras {keras} is in the range, but was not tested"
         found.append(note("Versions", text))
     return [*found, ok("Others", f"{fine} required packages, with supported versions")]

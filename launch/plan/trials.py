@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tfdist.runtime.process_memory import peak_bytes
+from tfdist.addons.monitoring.process_memory import peak_bytes
 
 if TYPE_CHECKING:
     from tfdist.addons.planner import Layout, Transformer

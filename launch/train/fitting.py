@@ -7,10 +7,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from tfdist.addons.monitoring.process_memory import peak_bytes
 from tfdist.launch.flags.command import Failure, UsageError
 from tfdist.launch.flags.mesh import Layout
 from tfdist.launch.flags.optimizer import counted_for, read_recompute
-from tfdist.runtime.process_memory import peak_bytes
 from tfdist.utils.checks import one_line
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -17,7 +16,7 @@ from tfdist.data.read_ahead import drawn_when_needed
 from tfdist.data.sharding import is_none, length_varies, own_batches
 from tfdist.step.context import DistributedStrategy
 from tfdist.strategies.keras_patches.agreement import compare_first_batches
-from tfdist.strategies.keras_patches.py_datasets import prepare_by_epoch
+from tfdist.strategies.keras_patches.py_datasets import BatchOrder
 
 PATCHES = Patches()
 
@@ -55,16 +54,16 @@ def batch_of(iterator):
 
 @PATCHES.of(TFEpochIterator, "__init__")
 def _init(self, distribute_strategy=None, *args, original, **kwargs):
-    is_ours, skip = isinstance(distribute_strategy, DistributedStrategy), None
+    is_ours, order = isinstance(distribute_strategy, DistributedStrategy), None
     if not is_ours or distribute_strategy.mesh.size == 1:
         original(self, distribute_strategy, *args, **kwargs)
         if _open and isinstance(self.data_adapter, PyDatasetAdapter):
-            skip = _draw_when_needed(self, distribute_strategy)
+            order = _draw_when_needed(self, distribute_strategy)
     else:
         first, _awaited[-1] = _awaited[-1], None
         with distribute_strategy.extended.recording(first):
             original(self, distribute_strategy, *args, **kwargs)
-            skip = _draw_when_needed(self, distribute_strategy)
+            order = _draw_when_needed(self, distribute_strategy)
         if first is not None:
             self._enumerate_iterator = functools.partial(
                 _with_comparison, self._enumerate_iterator, distribute_strategy, first
@@ -73,30 +72,26 @@ def _init(self, distribute_strategy=None, *args, original, **kwargs):
     if length_varies(self._distributed_dataset):
         self._enumerate_iterator = functools.partial(_to_the_end, self, self._enumerate_iterator)
     if _open and (position := _open[-1]).adopt(self):
-        position.skip = skip
+        position.order = order
         # Only for this iterator, which is that of the training data.
         self._get_iterator = functools.partial(position.dataset, self._get_iterator)
         self._enumerate_iterator = functools.partial(position.steps, self._enumerate_iterator)
 
 
-def _draw_when_needed(source, strategy: tf.distribute.Strategy) -> Callable[[int], None] | None:
-    """Removes the prefetch if batches depend on when they are prepared.
-
-    Returns:
-        A function that makes the next iterator of a `PyDataset` begin after a number of batches.
-    """
-    adapter, steps, skip = source.data_adapter, source.steps_per_epoch, None
+def _draw_when_needed(source, strategy: tf.distribute.Strategy) -> BatchOrder | None:
+    """Removes the prefetch if batches depend on when they are prepared; returns the order of a `PyDataset`."""
+    adapter, steps, order = source.data_adapter, source.steps_per_epoch, None
     if isinstance(adapter, PyDatasetAdapter) and (steps := steps or adapter.num_batches):
         # An execution of several steps draws the batches of all of them.
         executions = -(-steps // source.steps_per_execution)
-        skip = prepare_by_epoch(adapter, executions * source.steps_per_execution)
-    if skip is not None or isinstance(adapter, GeneratorDataAdapter):
+        order = BatchOrder(adapter, executions * source.steps_per_execution)
+    if order is not None or isinstance(adapter, GeneratorDataAdapter):
         dataset = adapter.get_tf_dataset()
-        if skip is None or source.steps_per_epoch:
+        if order is None or source.steps_per_epoch:
             # The generators of all ranks must be at the same batch when another iterator continues with them.
             dataset = drawn_when_needed(dataset)
         source._distributed_dataset = strategy.experimental_distribute_dataset(dataset)
-    return skip
+    return order
 
 
 def _with_comparison(original, strategy: DistributedStrategy, first: FirstBatch):

@@ -24,14 +24,14 @@ EXPERTS = {
 }
 
 
-def model_on(mesh: dict | None, experts: bool = False):
+def model_on(mesh: dict | None, experts: bool = False, **more: Any):
     """A GPT on a mesh, with a built optimizer, and the data that it learns."""
     from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
-    sizes: dict[str, Any] = {"num_layers": 4, **(EXPERTS if experts else {})}
+    sizes: dict[str, Any] = {"num_layers": 4, **(EXPERTS if experts else {}), **more}
     with scope(mesh):
         if mesh is not None and mesh.get("pipeline", 1) > 1:
             with deferred_weights():

@@ -10,15 +10,18 @@ import numpy as np
 from tests.checkpoint.programs import losses_of, model_on
 
 
-def written(mesh: dict, chunk_bytes: int, experts: bool = False) -> dict:
-    """By array: its whole value, this rank's boxes and their values, and the chunks that these touch."""
+def written(mesh: dict, chunk_bytes: int, experts: bool, positions: str) -> dict:
+    """By array: its whole value, this rank's boxes and their values, and the chunks that these touch.
+
+    Also the names and shapes of arrays with a row for each rank, which no rank has whole.
+    """
     from tfdist.backend.keras.attributes import stored_value
     from tfdist.checkpoint import chunks
     from tfdist.checkpoint.entries import entries_of
     from tfdist.checkpoint.regrouping import Regrouping
     from tfdist.sharding.layout import layout_of
 
-    model, data = model_on(mesh, experts)
+    model, data = model_on(mesh, experts, positions=positions)
     losses_of(model, data)
     entries = entries_of(model)
     whole = {}
@@ -41,4 +44,5 @@ def written(mesh: dict, chunk_bytes: int, experts: bool = False) -> dict:
                 touched |= set(itertools.product(*ranges))
             parts = [(shard.box, shard.get(held)) for shard in entry.shards]
             found[entry.name] = (entry.shape, parts, touched)
-    return {"whole": whole, "written": found}
+    rows = {(entry.name, entry.shape) for entry in entries if entry.merge is not None}
+    return {"whole": whole, "written": found, "rows": rows}

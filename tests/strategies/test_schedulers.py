@@ -25,6 +25,7 @@ STEP = {
     "SLURM_JOB_ID": "12",
     "SLURM_STEP_ID": "0",
 }
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "4000"}
 SAYS = """
 import sys
 import tfdist, tensorflow as tf
@@ -47,6 +48,12 @@ print(type(strategy).__name__, group.rank, group.size, int(total), flush=True)
         (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
         ({}, None),
+        # Slurm's plugin for PMI-2 sets these, too; processes that start those of hydra have other numbers.
+        (STEP | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Started("srun", 2, 4, None)),
+        (STEP | MPICH | {"SLURM_PROCID": "1"}, Started("mpiexec", 2, 4, 4)),
+        # One rank in a task of another job.
+        (STEP | TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (STEP | TORCHRUN, Started("torchrun", 1, 2, None)),
     ],
 )
 def test_what_a_rank_knows_of_itself(environment, found):
@@ -61,6 +68,21 @@ def test_where_the_first_rank_waits():
     said = OPEN_MPI | {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
     assert meeting_point(started_by_scheduler(said), said) == ("head", 4000)
     assert meeting_point(started_by_scheduler(MPICH), MPICH)[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("WORLD_SIZE", text) for text in ("", "two", "-1", "0", "1.5", "9" * 30)),
+        *(("RANK", text) for text in ("", "2", "-1", "\u0662")),
+        *(("LOCAL_WORLD_SIZE", text) for text in ("", "0")),
+        *(("MASTER_PORT", text) for text in ("", "auto", "0", "65536")),
+    ],
+)
+def test_malformed_variables_are_named(name, text):
+    given = TORCHRUN | {name: text}
+    with pytest.raises(ValueError, match=f"`{name}` must be an int .*Received: {name}="):
+        meeting_point(started_by_scheduler(given), given)
 
 
 def test_nobody_says_where_the_first_rank_is():

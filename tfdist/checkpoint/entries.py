@@ -83,7 +83,10 @@ def gather_arrays(
     every = all_gather_object(own, world, name="checkpoint/arrays")
     for rank, some in zip(world.ranks, every, strict=True):
         for name, (array, writes) in some.items():
-            arrays[name] = array
+            if arrays.setdefault(name, array) != array:
+                raise ValueError(
+                    f"Ranks must agree on the array {name!r}. Received: {arrays[name]} and {array}."
+                )
             writers[name] = writers.get(name, ()) + ((rank,) if writes else ())
     return dict(sorted(arrays.items())), writers
 
@@ -94,9 +97,14 @@ def _writes(variable, name: str, strategy: DistributedStrategy | None) -> bool:
     if strategy is None:
         return True
     if layout.stage is None:
+        stages = strategy.group(*strategy.mesh.stage_axes)
+        if stages.size > 1 and name.startswith("optimizer/") and len(variable.shape):
+            raise ValueError(
+                "Checkpoints of a pipeline require an optimizer that makes its state by "
+                f"`add_variable_from_reference`, unlike Adafactor. Received: {name!r}, of no known stage."
+            )
         # A variable that belongs to no stage is written by the first one.
-        place = strategy.mesh.coordinates()
-        if any(place[axis] for axis in strategy.mesh.stage_axes):
+        if stages.rank:
             return False
     elif not layout.counts:
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -41,7 +42,7 @@ class Regrouping:
     def __init__(self, entries: Sequence[Entry]):
         self._spread: list[_Spread] = []
         for entry in entries:
-            if (spread := _spread(entry, len(self._spread))) is not None:
+            if (spread := _spread(entry)) is not None:
                 self._spread.append(spread)
         exchanged = {spread.entry.name for spread in self._spread}
         self._kept = [entry for entry in entries if entry.name not in exchanged]
@@ -68,7 +69,8 @@ class _Spread:
         shape: Its shape; the entry's is that of the global array, of which this may be a slice.
         share: The elements of a rank.
         unit: The elements in a chunk.
-        first: The rank that writes the first chunk; of several arrays, which may be small, another one each.
+        first: The rank that writes the first chunk; by the name of the array, as stages of a pipeline have
+            other arrays, and small ones are distributed.
     """
 
     entry: Entry
@@ -111,8 +113,8 @@ class _Spread:
         return dataclasses.replace(self.entry, shards=shards, writes=bool(shards))
 
 
-def _spread(entry: Entry, number: int) -> _Spread | None:
-    """An array of which several ranks write parts, the first on rank `number` of them; None for others."""
+def _spread(entry: Entry) -> _Spread | None:
+    """An array of which several ranks write parts; None for others."""
     flat, group = layout_of(entry.variable).flat, entry.rows
     shape, share = entry.shape, math.prod(entry.shape[1:])
     if group is None and flat is not None and entry.merge is None:
@@ -124,7 +126,8 @@ def _spread(entry: Entry, number: int) -> _Spread | None:
     chunk = chunk_shape_of(*entry.array)
     axis = next((axis for axis, size in enumerate(chunk) if size > 1), len(chunk) - 1)
     unit = min(chunk[axis], shape[axis]) * math.prod(shape[axis + 1 :])
-    return _Spread(entry, group, shape, share, unit, number % group.size)
+    first = zlib.crc32(entry.name.encode()) % group.size
+    return _Spread(entry, group, shape, share, unit, first)
 
 
 def _exchange(some: Sequence[_Spread], group: Group) -> Iterator[tuple[Entry, np.ndarray]]:

@@ -44,12 +44,12 @@ class DataPosition:
     Attributes:
         batch_size: The number of samples of a global batch, if the dataset does not have it.
         done_before: The number of batches of this epoch that an earlier run did.
-        skip: Makes the next iterator begin after a number of batches; None if they must be drawn.
+        order: The order of a `PyDataset`, a `keras_patches.py_datasets.BatchOrder`; None for other data.
     """
 
     batch_size: int | None = None
     done_before: int = 0
-    skip: Callable[[int], None] | None = None
+    order: Any = None
 
     def __init__(self):
         self._source: Any = None
@@ -77,6 +77,7 @@ class DataPosition:
             "batch_size": self._rows(),
             "more_samples": self._more_samples,
             "random": self._random,
+            "can_skip": self.order is not None and self.order.can_skip,
         }
 
     def resume(self, state: dict[str, Any], batch: int) -> int:
@@ -141,10 +142,13 @@ class DataPosition:
                 rest = rows.over(rows.indices.skip(state["taken"])).dataset()
                 iterator = iter(self._counted(self._distributed(rest)))
             else:
-                if self.skip is not None:
-                    self.skip(state["taken"])
+                drawn = state["taken"]
+                if drawn and self.order is not None and state.get("can_skip"):
+                    self.order.skip(drawn)
+                    drawn = 0
                 iterator = iter(dataset)
-                for _ in range(0 if self.skip else state["taken"]):
+                self._random = state["random"]  # That of the order.
+                for _ in range(drawn):
                     next(iterator)
         if source.steps_per_epoch:
             attributes.current_iterator.set(source, iterator)

@@ -19,11 +19,6 @@ def own_seed(seed, group: Group):
     return seed + tf.constant([0, offset], dtype=seed.dtype)
 
 
-def per_rank_random(draw, group: Group):
-    """A seed generator's `next`, replaced by one whose seeds differ within the group."""
-    return lambda ordered=True: own_seed(draw(ordered), group)
-
-
 @keras.saving.register_keras_serializable(package="tfdist")
 class Dropout(keras.layers.Dropout):
     """`keras.layers.Dropout` for activations that may be split over the tensor axis.

@@ -1,14 +1,5 @@
 """The exit codes of tfdist's processes, apart from 0 and those of the user's program."""
 
-__all__ = [
-    "ENDED_BY_WATCHDOG",
-    "FAILED",
-    "PERSISTENT_FAULT",
-    "PREEMPTED",
-    "TRANSIENT_FAULT",
-    "USAGE",
-]
-
 #: A failure that may not occur again.
 FAILED = 1
 

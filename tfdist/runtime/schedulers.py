@@ -25,6 +25,7 @@ from tfdist.runtime.job_key import JOB_TOKEN, job_key
 from tfdist.runtime.nodes import Nodes, find_nodes
 from tfdist.runtime.rendezvous import Endpoint, environments, free_ports, with_interface
 from tfdist.runtime.slurm import expand_node_list
+from tfdist.utils import checks
 from tfdist.utils.checks import one_line
 
 _logger = logging.getLogger("tfdist")
@@ -73,15 +74,32 @@ class Started:
 
 
 def started_by_scheduler(environment: Mapping[str, str] = os.environ) -> Started | None:
-    """The data of the launcher that started this process as one of several; else None."""
+    """The data of the launcher that started this process as one of several; else None.
+
+    Raises:
+        ValueError: A variable is malformed.
+    """
+    of_srun = tuple(map(environment.get, _LAUNCHERS["srun"][:2]))
     for launcher, (rank, size, local_size) in _LAUNCHERS.items():
         if launcher == "torchrun" and not all(name in environment for name in _OF_TORCHRUN):
             continue
-        if rank in environment and size in environment and int(environment[size]) > 1:
-            local = int(environment[local_size]) if local_size in environment else None
-            return Started(launcher, int(environment[rank]), int(environment[size]), local)
+        numbers = environment.get(rank), environment.get(size)
+        # Slurm's plugin for PMI-2 sets the variables of mpiexec.
+        if None in numbers or (launcher == "mpiexec" and numbers == of_srun):
+            continue
+        count = _number(environment, size, 1)
+        own = _number(environment, rank, 0, count - 1)
+        local = _number(environment, local_size, 1) if local_size in environment else None
+        # A rank that is alone may be started by another launcher's rank.
+        return Started(launcher, own, count, local) if count > 1 else None
     nodes = find_nodes(environment)
     return None if nodes is None else Started(nodes.platform, nodes.node, nodes.count, 1, nodes)
+
+
+def _number(environment: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
+    text = environment[name]
+    number: Any = int(text) if text.isascii() and text.isdigit() else text
+    return checks.integer(name, number, minimum=least, maximum=most)
 
 
 def join(engine: str, started: Started) -> None:
@@ -151,7 +169,9 @@ def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str
             "but does not pass the host of rank 0. Set MASTER_ADDR to it for all ranks, as in "
             "`mpirun -x MASTER_ADDR=host1 ...`, or start them with `tfdist-run`."
         )
-    return address, int(environment.get("MASTER_PORT", port))
+    if "MASTER_PORT" in environment:
+        port = _number(environment, "MASTER_PORT", 1, 65_535)
+    return address, port
 
 
 def _job(started: Started, environment: Mapping[str, str]) -> list[str]:

@@ -47,19 +47,15 @@ class VersionError(TfdistError, ImportError):
     """The installed version of a library is not supported; reported in one line."""
 
 
-def is_tested(tensorflow: str, keras: str) -> bool:
-    """Whether these versions were tested together."""
-    return (_minor(tensorflow), _minor(keras)) in TESTED
-
-
-def _minor(version: str) -> _Version:
+def minor_version(version: str) -> _Version:
+    """The first two numbers of a version."""
     major, minor, *_ = (*map(int, re.findall(r"\d+", version)), 0, 0)
     return major, minor
 
 
 def why_no_tpu(version: str) -> str:
     """Why a version of TensorFlow has no TPUs; "" if there is a build for them."""
-    if _minor(version) <= _LAST_TPU:
+    if minor_version(version) <= _LAST_TPU:
         return ""
     last = ".".join(map(str, _LAST_TPU))
     return (
@@ -86,7 +82,7 @@ def check_version(name: str, version: str) -> None:
     """
     first, end = RANGES[name]
     # A nightly build precedes its version, with changes since the last release.
-    is_supported = first <= _minor(version) < end and "dev" not in version
+    is_supported = first <= minor_version(version) < end and "dev" not in version
     if not is_supported and os.environ.get(ANY_VERSION) != "1":
         raise VersionError(
             f"tfdist requires {_NAMES[name]} {range_of(name)}. Received: {_NAMES[name]} {version}. "

@@ -20,12 +20,18 @@ import tensorflow as tf
 from tfdist.backend.keras.functional import is_deferred
 from tfdist.collectives import Group, broadcast
 from tfdist.collectives.mappings import copy_to_region
+from tfdist.layers.dropout import own_seed
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import check_by_entries
 from tfdist.tensor_parallel.attributes import variables_of_layer
 from tfdist.tensor_parallel.quantized import check_mode
 from tfdist.tensor_parallel.slicing import split_variable, unslice_variable
 from tfdist.utils import checks
+
+
+def per_rank_random(draw: Callable, group: Group) -> Callable:
+    """A seed generator's `next`, replaced by one whose seeds differ within the group."""
+    return lambda ordered=True: own_seed(draw(ordered), group)
 
 
 def override(thing, name: str, value) -> None:

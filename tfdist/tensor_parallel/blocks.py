@@ -16,9 +16,15 @@ import keras
 
 from tfdist.backend.keras.attributes import sublayers
 from tfdist.collectives import Group
-from tfdist.layers.dropout import per_rank_random
 from tfdist.sharding.layout import layout_of, update_layout
-from tfdist.tensor_parallel.adapters import Adapter, Part, SharedInput, local_attributes, override
+from tfdist.tensor_parallel.adapters import (
+    Adapter,
+    Part,
+    SharedInput,
+    local_attributes,
+    override,
+    per_rank_random,
+)
 from tfdist.tensor_parallel.attributes import own_trainable, variables_of_layer
 from tfdist.tensor_parallel.blockwise import use_blockwise
 from tfdist.tensor_parallel.quantized import check_mode

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.addons.datasets import row_programs
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tfdist.addons.datasets import row_dataset
 
 SIZE = row_programs.SIZE
@@ -69,35 +69,57 @@ def test_resume_reads_nothing_before_its_place(pool, tmp_path, seed):
         assert losses[-1] == all_losses[-1]
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 3), ("local", 1)])
-@pytest.mark.parametrize(
-    ("shuffle", "workers", "steps"),
-    [
-        (True, 1, None),
-        (True, 2, 4),
-        pytest.param(False, 1, None, marks=pytest.mark.slow),
-        pytest.param(True, 3, None, marks=pytest.mark.slow),
-    ],
-)
-def test_a_py_dataset_resumes_by_index(pool, tmp_path, shuffle, workers, steps):
-    """Also in the middle of an epoch of 4 of the 10 batches."""
-    options = {"kind": "py", "batch_size": 5, "saves": True, "epochs": 3 if steps is None else 6}
-    options |= {"shuffle": shuffle, "workers": workers, "steps_per_epoch": steps}
-    whole = pool.run(row_programs.fitted, {}, folder=str(tmp_path / "whole"), stop=None, **options)
-    folder = str(tmp_path / "stopped")
-    pool.run(row_programs.fitted, {}, folder=folder, stop=18, **options)
-    rest = pool.run(row_programs.fitted, {}, folder=folder, stop=None, **options)
-    for (weights, read, losses, done), (right, all_read, all_losses, _) in zip(
-        rest, whole, strict=True
-    ):
-        assert 13 <= done <= 18
-        # Keras reads two batches for their shapes.
-        assert read[:10] == all_read[:10] == list(range(10))
-        assert read[10:] == all_read[10 + 5 * done :] or workers > 1
-        assert len(read) == len(all_read) - 5 * done
+#: Whether batches are shuffled, arguments of the dataset, steps of an epoch, and where the training is stopped.
+PY_DATASETS = {
+    "ordered": (False, {}, None, [19]),
+    "shuffled": (True, {}, None, [13, 17]),
+    "workers": (True, {"workers": 3}, None, [12, 18]),
+    "short-epochs": (True, {"workers": 2}, 4, [14, 17]),
+    "processes": (True, {"workers": 2, "use_multiprocessing": True}, None, [13, 17]),
+    "without-some": (True, {"workers": 2, "dropped": [1, 4]}, 3, [8, 11]),
+}
+
+
+def same(rest, whole) -> None:
+    for (weights, _, losses, _), (right, _, all_losses, _) in zip(rest, whole, strict=True):
         for value, other in zip(weights, right, strict=True):
             np.testing.assert_array_equal(value, other)
         assert losses[-1] == all_losses[-1]
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 3), ("local", 1)])
+@pytest.mark.parametrize("kind", slow_but(["shuffled", "short-epochs"], PY_DATASETS))
+def test_a_py_dataset_resumes_by_index(pool, tmp_path, kind):
+    """Stopped twice within an epoch, and between epochs."""
+    shuffle, arguments, steps, stops = PY_DATASETS[kind]
+    options = {"kind": "py", "batch_size": 5, "saves": True, "epochs": 3 if steps is None else 6}
+    options |= {"shuffle": shuffle, "steps_per_epoch": steps, "dataset": arguments}
+    whole = pool.run(row_programs.fitted, {}, folder=str(tmp_path / "whole"), stop=None, **options)
+    folder = str(tmp_path / "stopped")
+    for stop in stops:
+        pool.run(row_programs.fitted, {}, folder=folder, stop=stop, **options)
+    rest = pool.run(row_programs.fitted, {}, folder=folder, stop=None, **options)
+    same(rest, whole)
+    for (_, read, _, done), (_, all_read, _, _) in zip(rest, whole, strict=True):
+        assert stops[-1] - 5 <= done <= stops[-1]
+        # Keras reads two batches for their shapes.
+        if kind not in ("processes", "without-some"):
+            assert read[:10] == all_read[:10] == list(range(10))
+            assert read[10:] == all_read[10 + 5 * done :] or "workers" in arguments
+            assert len(read) == len(all_read) - 5 * done
+
+
+@on_ranks(("horovod", 2), slow=[("local", 1)])
+@pytest.mark.parametrize("steps", slow_but([10], [None, 10, 5]))
+def test_the_next_epoch_of_a_py_dataset_has_another_order(pool, tmp_path, steps):
+    options = {"kind": "py", "batch_size": 5, "saves": True, "stop": None}
+    options |= {"shuffle": True, "steps_per_epoch": steps, "dataset": {}}
+    epochs = 6 if steps == 5 else 3
+    folders = [str(tmp_path / name) for name in ("whole", "parts")]
+    whole = pool.run(row_programs.fitted, {}, folder=folders[0], epochs=epochs, **options)
+    for done in range(epochs // 3, epochs + 1, epochs // 3):
+        rest = pool.run(row_programs.fitted, {}, folder=folders[1], epochs=done, **options)
+    same(rest, whole)
 
 
 @on_ranks(("horovod", 2))

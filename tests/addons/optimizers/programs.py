@@ -161,6 +161,81 @@ def one_more_epoch(kind: str, mesh: dict, zero_stage: int, folder: str, epochs: 
     return weights_of(model)
 
 
+def refused_twice() -> list[str]:
+    on = strategy_of({}, 1)
+    model, said = prepared(on, made("Adafactor")), []
+    x, y = data(10)
+    for _ in range(2):
+        try:
+            model.fit(x, y, batch_size=10, verbose=0)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def in_16_bits() -> list[tuple[np.ndarray, np.ndarray]]:
+    """The weights in bfloat16 after some steps, with the add-on's Muon and with Keras'."""
+    found = []
+    for addon in (True, False):
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input((6,), dtype="bfloat16")]
+        layers += [keras.layers.Dense(size, dtype="bfloat16") for size in (10, 3)]
+        model = keras.Sequential(layers)
+        model.compile(made("Muon", addon=addon), "mse")
+        x = np.random.default_rng(2).normal(size=(40, 6))
+        model.fit(x, x[:, :3], batch_size=10, shuffle=False, verbose=0)
+        found.append([np.asarray(each, "float32") for each in model.get_weights()])
+    return list(zip(*found, strict=True))
+
+
+def several_dtypes(kind: str, zero_stage: int) -> list:
+    """The weights of a model in bfloat16 with an answer in float32."""
+    import tfdist
+
+    strategy = tfdist.strategies.LocalStrategy() if kind != "auto" else strategy_of({}, zero_stage)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.Input((6,)), keras.layers.Dense(10, dtype="bfloat16")]
+        model = keras.Sequential([*layers, keras.layers.Dense(3, dtype="float32")])
+        optimizer: Any = keras.optimizers.Lamb if kind != "auto" else None
+        model.compile(made("Lamb", addon=optimizer is None), "mse")
+    x = np.random.default_rng(2).normal(size=(40, 6))
+    model.fit(x, x[:, :3], batch_size=10, shuffle=False, verbose=0)
+    return [np.asarray(each, "float32") for each in model.get_weights()]
+
+
+def small_vocabulary(mesh: dict) -> list:
+    import tfdist
+
+    strategy: Any = strategy_of(mesh, 0) if mesh else tfdist.strategies.LocalStrategy()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.Input((5,), dtype="int32"), keras.layers.Embedding(2, 12, name="table")]
+        layers += [keras.layers.Flatten(), keras.layers.Dense(3, name="answer")]
+        model = keras.Sequential(layers)
+        if mesh:
+            tfdist.parallelize(model, {".*table/embeddings": "vocabulary"})
+        model.compile(made("Adafactor", addon=bool(mesh)), "mse")
+    x = np.random.default_rng(2).integers(0, 2, (40, 5))
+    model.fit(x, x[:, :3], batch_size=10, shuffle=False, verbose=0)
+    return weights_of(model)
+
+
+def saved_in_a_pipeline(folder: str) -> str:
+    import tfdist
+
+    with strategy_of({"data": 1, "pipeline": 2}, 0).scope():
+        layers = [keras.Input((6,)), *(keras.layers.Dense(6) for _ in range(4))]
+        model = tfdist.pipeline.PipelineModel(keras.Sequential(layers), num_microbatches=2)
+        model.compile(made("Adafactor"), "mse")
+    x = np.ones((8, 6), "float32")
+    try:
+        model.fit(x, x, verbose=0, callbacks=[tfdist.callbacks.Checkpointer(folder)])
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
 def refusal() -> str:
     try:
         on_rank("Adafactor", {}, 1, {})

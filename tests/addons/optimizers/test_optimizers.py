@@ -8,6 +8,7 @@ import itertools
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.addons.optimizers import programs
 from tests.conftest import on_ranks, slow_but
@@ -136,6 +137,49 @@ def test_what_is_refused(pool):
     assert "Adafactor" in said and "Use zero_stage=0" in said
 
 
+@on_ranks(("horovod", 2))
+def test_what_was_refused_is_refused_again(pool):
+    first, second = pool.run(programs.refused_twice)[0]
+    assert first == second and "Use zero_stage=0" in first
+
+
+def test_muon_in_16_bits(one_process):
+    """The multiplications of Keras are in float32."""
+    for found, right in one_process.run(programs.in_16_bits)[0]:
+        np.testing.assert_allclose(found, right, rtol=0.01, atol=1e-3)
+
+
+@on_ranks(("horovod", 2))
+def test_lamb_with_parameters_of_several_dtypes(pool, one_process):
+    right = one_process.run(programs.several_dtypes, "LocalStrategy", 0)[0]
+    check(pool.run(programs.several_dtypes, "auto", 1), right, 0.02)
+
+
+@on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
+def test_adafactor_with_a_rank_that_has_no_row(pool, one_process):
+    """Three ranks split a vocabulary of two."""
+    right = one_process.run(programs.small_vocabulary, {})[0]
+    check(pool.run(programs.small_vocabulary, {"data": 1, "tensor": 3}), right)
+
+
+@on_ranks(("horovod", 2))
+def test_checkpoints_of_adafactor_in_a_pipeline_are_refused(pool, tmp_path):
+    said = pool.run(programs.saved_in_a_pipeline, str(tmp_path))
+    assert all("unlike Adafactor. Received: 'optimizer/kernel" in each for each in said)
+
+
+def test_variables_of_tensorflow():
+    from tfdist.addons.optimizers import Muon
+
+    found = []
+    for kind in (Muon, keras.optimizers.Muon):
+        variable = tf.Variable(tf.ones([8]), name="bias")
+        optimizer = kind(0.02)
+        optimizer.apply([tf.range(8.0)], [variable])
+        found.append(variable.numpy())
+    np.testing.assert_array_equal(*found)
+
+
 def test_hostile_arguments():
     from tfdist.addons.optimizers import Muon
 
@@ -151,3 +195,4 @@ def test_hostile_arguments():
     layer.build((None, 4, 5))
     with pytest.raises(ValueError, match="must leave dims for the columns"):
         optimizer.build(layer.trainable_variables)
+    assert not optimizer.built

@@ -90,7 +90,7 @@ import sys
 from tfdist.addons.planner import *
 plan(Transformer(64, 8192, 64, 51200, 2048), machine("h100"), global_batch=1024, ranks=1024)
 assert "tensorflow" not in sys.modules and "keras" not in sys.modules
-from tfdist.runtime.process_memory import peak_bytes
+from tfdist.addons.monitoring.process_memory import peak_bytes
 print(peak_bytes())
 """
     assert int(python(program)) < 2**30

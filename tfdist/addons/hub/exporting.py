@@ -8,6 +8,7 @@ model, whose weights are computed when they are written.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import importlib
 import math
@@ -53,6 +54,9 @@ from tfdist.step.local_steps import global_parameters
 from tfdist.tensor_parallel.attributes import variables_of_layer
 from tfdist.utils import checks
 from tfdist.utils.temporary import attributes_set
+
+#: The files of weights in several parts.
+_SHARDS = "model-*-of-*.safetensors"
 
 
 class _Local(threading.local):
@@ -248,8 +252,9 @@ def replace_files(new: Path, folder: Path) -> None:
     names = sorted(file.name for file in new.iterdir())
     for name in names:
         os.replace(new / name, folder / name)
-    if any(name.endswith(".safetensors") for name in names):
-        for file in [*folder.glob("model-*-of-*.safetensors"), folder / WEIGHTS, folder / INDEX]:
+    # An adapter may stand beside the model that it belongs to.
+    if any(name == WEIGHTS or fnmatch.fnmatchcase(name, _SHARDS) for name in names):
+        for file in [*folder.glob(_SHARDS), folder / WEIGHTS, folder / INDEX]:
             if file.name not in names:
                 file.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import tensorflow as tf
 
-from tfdist.runtime.process_memory import peak_bytes
+from tfdist.addons.monitoring.process_memory import peak_bytes
 from tfdist.utils import checks
 
 

@@ -47,6 +47,7 @@ class Adafactor(keras.optimizers.Adafactor):
         for parameter, rows, columns in factors:
             layout = layout_of(parameter)
             if layout.gradient_shard is not None:
+                self.built = False  # Keras has marked it.
                 raise ValueError(
                     "Adafactor has factors for rows and columns, which flat shards do not have. Use "
                     f"zero_stage=0. Received: `{parameter.path}` with ZeRO."
@@ -91,8 +92,10 @@ class Adafactor(keras.optimizers.Adafactor):
         found = means.padded(found)
         self.assign(velocity, found)
         if isinstance(gradient, tf.IndexedSlices):
+            # Ids of other ranks have rows of zeros, for which this rank may have no mean yet.
             scales = tf.gather(tf.sqrt(found), gradient.indices)
-            update = times(gradient, 1.0 / scales)
+            scaled = tf.math.divide_no_nan(gradient.values, scales)
+            update = tf.IndexedSlices(scaled, gradient.indices, gradient.dense_shape)
         else:
             # Padding would be 0 / 0.
             update = means.padded(means.own(gradient) / tf.sqrt(means.own(found)))

@@ -39,17 +39,17 @@ class Lamb(JointUpdates, keras.optimizers.Lamb):
 
     def update_postponed(self, updates):
         """Updates parameters by the ratios of their norms."""
-        parameters = [parameter for _, _, parameter, _ in updates]
+        directions, variables, parameters, _ = zip(*updates, strict=True)
+        # All in one dtype, as they are sent together.
+        is_double = any(each.dtype == tf.float64 for each in directions)
+        wide = tf.float64 if is_double else tf.float32
+        values = (tf.cast(tf.convert_to_tensor(each), wide) for each in (*variables, *directions))
         squares = sum_over_parts(
-            [tf.reduce_sum(tf.square(tf.convert_to_tensor(each))) for _, each, _, _ in updates]
-            + [tf.reduce_sum(tf.square(direction)) for direction, _, _, _ in updates],
-            parameters * 2,
+            [tf.reduce_sum(tf.square(value)) for value in values], parameters * 2
         )
         norms = [tf.sqrt(square) for square in squares]
-        weights, directions = norms[: len(updates)], norms[len(updates) :]
-        for (direction, variable, _, rate), weight, norm in zip(
-            updates, weights, directions, strict=True
-        ):
+        pairs = zip(norms[: len(updates)], norms[len(updates) :], strict=True)
+        for (direction, variable, _, rate), (weight, norm) in zip(updates, pairs, strict=True):
             is_defined = tf.logical_and(weight > 0, norm > 0)
             ratio = tf.where(is_defined, tf.math.divide_no_nan(weight, norm), tf.ones_like(norm))
-            self.assign_sub(variable, ratio * rate * direction)
+            self.assign_sub(variable, tf.cast(ratio, direction.dtype) * rate * direction)

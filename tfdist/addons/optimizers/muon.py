@@ -65,24 +65,30 @@ class Muon(JointUpdates, MatrixMuon):
         """The arguments."""
         return super().get_config() | {"matrices": self.matrices}
 
+    def build(self, variables):
+        """Creates the state."""
+        for parameter in variables:
+            self._rows_of(parameter)  # Raises before Keras marks the optimizer as built.
+        super().build(variables)
+
     def _rows_of(self, parameter) -> int | None:
         """How many of the dims of a parameter are the rows of a matrix; None if it is not a matrix."""
         shape = global_shape(parameter)
         if len(shape) == 2:
             return 1
         for pattern, rows in self.matrices.items():
-            if len(shape) > 2 and re.fullmatch(pattern, parameter.path):
+            if len(shape) > 2 and re.fullmatch(pattern, _path(parameter)):
                 if rows >= len(shape):
                     raise ValueError(
                         f"`matrices` must leave dims for the columns. Received: {pattern!r}: {rows} for "
-                        f"`{parameter.path}` of shape {shape}."
+                        f"`{_path(parameter)}` of shape {shape}."
                     )
                 return rows
         return None
 
     def is_matrix(self, parameter) -> bool:
         """Whether a parameter is updated by Muon: Keras' test, for the shape of the whole parameter."""
-        path = parameter.path
+        path = _path(parameter)
         is_excluded = self.exclude_embeddings and "embedding" in path.lower()
         is_excluded |= any(re.search(keyword, path) for keyword in self.exclude_layers)
         return not is_excluded and self._rows_of(parameter) is not None
@@ -97,7 +103,7 @@ class Muon(JointUpdates, MatrixMuon):
         gradient = tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
         self.assign_add(m, gradient + m.value * (self.momentum - 1))
         momentum = gradient + self.momentum * m.value if self.nesterov else m.value
-        rate = tf.cast(learning_rate, variable.dtype)
+        rate = tf.cast(learning_rate, tf.float32 if momentum.dtype.size < 4 else momentum.dtype)
         if split_layout(parameter) is None:
             self.assign_sub(variable, self._direction(momentum, parameter, rate))
         else:
@@ -106,7 +112,8 @@ class Muon(JointUpdates, MatrixMuon):
     def _direction(self, momentum, parameter, rate):
         """What is subtracted from a parameter, from its whole momentum."""
         matrix = tf.reshape(momentum, self._matrix_shape(parameter))
-        found = self.lr_adjust(rate * self.zeropower_via_newtonschulz5(matrix, self.ns_steps))
+        update = tf.cast(self.zeropower_via_newtonschulz5(matrix, self.ns_steps), rate.dtype)
+        found = tf.cast(self.lr_adjust(rate * update), momentum.dtype)
         return tf.reshape(found, momentum.shape)
 
     def update_postponed(self, updates):
@@ -141,3 +148,8 @@ class Muon(JointUpdates, MatrixMuon):
     def _matrix_shape(self, parameter) -> tuple[int, int]:
         shape, rows = global_shape(parameter), self._rows_of(parameter)
         return math.prod(shape[:rows]), math.prod(shape[rows:])
+
+
+def _path(parameter) -> str:
+    """The path of a Keras variable, or the name of a variable of TensorFlow."""
+    return getattr(parameter, "path", parameter.name)

@@ -15,23 +15,6 @@ from tfdist.utils.places import places_by
 _CAPACITY = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class CallPlaces:
-    """The indices of the numbers of a collective in a row.
-
-    Attributes:
-        column: The description of the collective.
-        begin: The index of the stamp of its begin.
-        end: The index of the stamp of its end.
-        size: The index of its bytes; None if the column has them.
-    """
-
-    column: Column
-    begin: int
-    end: int
-    size: int | None
-
-
 class Columns(tuple[Column, ...]):
     """The meaning of the numbers of a row. Their indices are computed once for the rows of all steps."""
 
@@ -39,20 +22,6 @@ class Columns(tuple[Column, ...]):
     def places(self) -> dict[str, list[int]]:
         """The indices of the numbers of each kind, in the order of the graph."""
         return places_by(column.kind for column in self)
-
-    @functools.cached_property
-    def calls(self) -> list[CallPlaces]:
-        """The collectives, in the order of their begins in the graph."""
-        # Eagerly, several collectives of a step may have the same name: they end in the order of their
-        # begins.
-        waiting = places_by((column.kind, column.name) for column in self)
-        found = []
-        for place in self.places.get("call", ()):
-            column = self[place]
-            end = waiting["done", column.name].pop(0)
-            size = waiting["size", column.name].pop(0) if column.size is None else None
-            found.append(CallPlaces(column, place, end, size))
-        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,26 @@ class Answers:
     texts: list[str]
 
 
+def prompt_ids(
+    tokenizer: ChatTokenizer, messages: Sequence[Mapping[str, Any]], *, length: int
+) -> list[int]:
+    """The tokens of messages and of the begin of an answer.
+
+    Args:
+        tokenizer: The tokenizer, with a chat template.
+        messages: Messages with `role` and `content`.
+        length: The most tokens, with those of the answer.
+
+    Raises:
+        ValueError: The messages have `length` tokens or more, the template refuses them, or there is none.
+    """
+    text = tokenizer.needed_template.render(tuple(messages), "messages", add_generation_prompt=True)
+    ids = tokenizer.encode(text).ids
+    if len(ids) >= length:
+        raise ValueError(f"Messages must have fewer than {length} tokens. Received: {len(ids)}.")
+    return ids
+
+
 def answers(
     task: Any,
     tokenizer: ChatTokenizer,
@@ -46,15 +66,9 @@ def answers(
         count: The number of answers.
 
     Raises:
-        ValueError: The messages have `length` tokens or more, or the folder has no chat template.
+        ValueError: As for `prompt_ids`.
     """
-    template = tokenizer.needed_template
-    text = template.render(tuple(messages), "messages", add_generation_prompt=True)
-    ids = tokenizer.encode(text).ids
-    if len(ids) >= length:
-        raise ValueError(
-            f"Messages must have fewer than {length} tokens. Received: {len(ids)}. Begin again."
-        )
+    ids = prompt_ids(tokenizer, messages, length=length)
     # KerasHub inverts the mask bit by bit, so it must be one of bools; and it looks for the end of an answer also in
     # places that are still to be written.
     tokens = np.full([count, length], tokenizer.blank, "int32")

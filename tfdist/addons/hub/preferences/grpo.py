@@ -12,7 +12,7 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
-from tfdist.addons.hub.chat.answering import answers
+from tfdist.addons.hub.chat.answering import answers, prompt_ids
 from tfdist.addons.hub.chat.tokenizer import ChatTokenizer
 from tfdist.addons.hub.preferences.losses import GRPOLoss, Recorder
 from tfdist.addons.hub.preferences.reference import (
@@ -85,7 +85,8 @@ class GRPO:
         epsilon: As for `GRPOLoss`.
         epsilon_high: As for `GRPOLoss`.
         updates: The updates for each batch of answers.
-        temperature: Of the sampling.
+        temperature: Of the sampling; log-probabilities are those of this distribution. With another one than 1 all
+            logits of a batch are in memory.
         chunk_size: As for `VocabParallelCrossEntropy`.
         seed: Of the sampling.
 
@@ -131,8 +132,8 @@ class GRPO:
             rows = self._strategy.row_group
             replica, self._replicas = rows.rank, rows.size
         self._replica = replica
-        #: By the number of answers, whose shape the graph that writes log-probabilities has.
-        self._recorders: dict[int, Recorder] = {}
+        #: For a number of answers, which the graph that writes log-probabilities has.
+        self._recorder: tuple[int, Recorder] | None = None
         sampler = keras_hub.samplers.RandomSampler(
             seed=checks.integer("seed", seed, minimum=0) + replica,
             temperature=checks.number("temperature", temperature, above=0),
@@ -144,6 +145,7 @@ class GRPO:
                 beta=beta,
                 epsilon=epsilon,
                 epsilon_high=epsilon_high,
+                temperature=temperature,
                 chunk_size=chunk_size,
             )
             compile_without_metrics(model, optimizer=optimizer, loss=self._loss, sampler=sampler)
@@ -182,6 +184,11 @@ class GRPO:
                 f"A step requires a prompt for each of {self._replicas} ranks that sample. Received: "
                 f"{len(prompts)} prompts."
             )
+        for place, prompt in enumerate(prompts):  # On all ranks, so that all of them raise.
+            try:
+                prompt_ids(self._tokenizer, prompt, length=self._length)
+            except ValueError as error:
+                raise ValueError(f"Prompt {place} cannot be answered. Received: {error}") from error
         own = [
             answers(self._model, self._tokenizer, prompt, length=self._length, count=self._group)
             for prompt in prompts[self._replica :: self._replicas]
@@ -244,5 +251,7 @@ class GRPO:
         labels = np.stack([targets, inside, rest, rest, rest, numbers], axis=-1).astype("float32")
         data = tf.data.Dataset.from_tensor_slices((inputs, labels))
         data = data.batch(count, drop_remainder=True)
-        recorder = self._recorders.setdefault(count, Recorder(count, length))
-        return log_probabilities(self._model, data, recorder, self._loss)
+        if self._recorder is None or self._recorder[0] != count:
+            self._recorder = count, Recorder(count, length)
+            self._model.make_test_function(force=True)
+        return log_probabilities(self._model, data, self._recorder[1], self._loss)

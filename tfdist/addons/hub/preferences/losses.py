@@ -1,8 +1,8 @@
 """Losses of pairs of answers, from log-probabilities of which only some tokens' logits are in memory at a time.
 
 The rows of a batch are pairs: a chosen answer, then the rejected one to the same prompt. Labels are float32 of shape
-[rows, time, 4]: the next token, whether it is one of the answer, its weight in the likelihood of ORPO, and the
-log-probability of the row's answer by the reference model.
+[rows, time, 4 or 5]: the next token, whether it is one of the answer, its weight in the likelihood of ORPO, the
+log-probability of the row's answer by the reference model, and, unless it is 1, the weight of the pair.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ class LogProbabilityLoss(VocabParallelCrossEntropy):
     The last dim of labels has the next token, whether it is one of the answer, and more.
     """
 
+    #: By which logits are divided.
+    temperature: float = 1.0
     _recorder: Recorder | None = None
 
     def log_probabilities(self, y_true, y_pred):
         """The log-probability of each next token: [rows, time]."""
+        if self.temperature != 1.0:
+            y_pred = keras.ops.cast(y_pred, "float32") / self.temperature
         found = -VocabParallelCrossEntropy.call(self, y_true[..., 0], y_pred)
         if self._recorder is not None:
             self._recorder.write(y_true[:, 0, -1], found * tf.cast(y_true[..., 1], found.dtype))
@@ -135,7 +139,15 @@ class PreferenceLoss(LogProbabilityLoss):
             )
 
     def call(self, y_true, y_pred):
-        """Maps labels [rows, time, 4] and logits [rows, time, vocabulary] to losses [rows / 2]."""
+        """Maps labels [rows, time, 4 or 5] and logits [rows, time, vocabulary] to losses [rows / 2]."""
+        losses = self._losses(y_true, y_pred)
+        if y_true.shape[-1] < 5:
+            return losses
+        # The losses of pairs of padding may not be finite.
+        weights, _ = _pairs(tf.cast(y_true[:, 0, 4], losses.dtype))
+        return tf.where(weights > 0, weights * losses, tf.zeros_like(losses))
+
+    def _losses(self, y_true, y_pred):
         found = self.log_probabilities(y_true, y_pred)
         inside = tf.cast(y_true[..., 1], found.dtype)
         sums, counts = tf.reduce_sum(found * inside, axis=1), tf.reduce_sum(inside, axis=1)
@@ -178,6 +190,7 @@ class GRPOLoss(LogProbabilityLoss):
         beta: The factor of the divergence; 0 for no reference.
         epsilon: The most that a ratio counts below 1.
         epsilon_high: The most that a ratio counts above 1; None for `epsilon`.
+        temperature: That with which answers are sampled; p is the probability at this temperature.
         name: The loss's name.
         **kwargs: `chunk_size`, `dtype` and `reduction` of `VocabParallelCrossEntropy`.
 
@@ -192,6 +205,7 @@ class GRPOLoss(LogProbabilityLoss):
         beta: float = 0.0,
         epsilon: float = 0.2,
         epsilon_high: float | None = None,
+        temperature: float = 1.0,
         name: str = "grpo_loss",
         **kwargs,
     ):
@@ -201,6 +215,7 @@ class GRPOLoss(LogProbabilityLoss):
         self.beta = checks.number("beta", beta, minimum=0)
         self.epsilon = checks.number("epsilon", epsilon, minimum=0, maximum=1)
         self.epsilon_high = checks.number("epsilon_high", epsilon_high, minimum=0, optional=True)
+        self.temperature = checks.number("temperature", temperature, above=0)
 
     def call(self, y_true, y_pred):
         """Maps labels [rows, time, 5] and logits [rows, time, vocabulary] to weighted losses [rows, time]."""
@@ -223,10 +238,8 @@ class GRPOLoss(LogProbabilityLoss):
 
     def get_config(self):
         """The configuration."""
-        own = {
-            name: getattr(self, name) for name in ("on_policy", "beta", "epsilon", "epsilon_high")
-        }
-        return {**super().get_config(), **own}
+        names = ("on_policy", "beta", "epsilon", "epsilon_high", "temperature")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
 
 def _pairs(values) -> tuple[tf.Tensor, tf.Tensor]:

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from tfdist.addons.monitoring.intervals import Interval, common, length, union
+from tfdist.addons.monitoring.monitor.call_columns import CallColumns
 from tfdist.addons.monitoring.monitor.watch import Execution
 from tfdist.backend.clock.rows import Row
 from tfdist.backend.clock.stamps import Timed
@@ -165,7 +167,7 @@ def _in_step(stamps: Iterable[float], start: float) -> Iterable[float]:
 
 def _calls(row: Row, start: float) -> list[Call]:
     found, numbers = [], row.numbers
-    for places in row.columns.calls:
+    for places in cast(CallColumns, row.columns).calls:
         column, begin, end = places.column, numbers[places.begin], numbers[places.end]
         if not start <= begin <= end:
             continue  # The call is in a branch that was not taken.
