@@ -109,11 +109,25 @@ def _windows(given: FinetuneOptions, batch_size: int) -> Data:
     )
 
 
+def _tokenizer(given: FinetuneOptions):
+    """The tokenizer of conversations, which can answer the prompt."""
+    from tfdist.addons.hub.chat.answering import prompt_ids
+
+    tokenizer = given.chat.read_tokenizer(str(given.preset))
+    if given.prompt is not None:
+        messages = [{"role": "user", "content": given.prompt}]
+        try:
+            prompt_ids(tokenizer, messages, length=given.seq_length)
+        except ValueError as error:
+            raise UsageError(f"--prompt cannot be answered: {error}") from error
+    return tokenizer
+
+
 def _conversations(given: FinetuneOptions, batch_size: int, is_chief: bool) -> Data:
     """Rows of conversations."""
     from tfdist.addons.hub.chat.data import chat_batches
 
-    tokenizer = given.chat.read_tokenizer(str(given.preset))
+    tokenizer = _tokenizer(given)
     found = given.chat.read(given.dataset, tokenizer, 1, given.seq_length)
     rows, others = ([row for (row,) in lines] for lines in found)
     options: dict[str, Any] = {"length": given.seq_length, "packing": given.chat.packing}
@@ -144,7 +158,7 @@ def _preferences(given: FinetuneOptions, batch_size: int, is_chief: bool) -> Dat
     """Pairs of answers."""
     from tfdist.addons.hub.preferences.data import Pairs
 
-    tokenizer = given.chat.read_tokenizer(str(given.preset))
+    tokenizer = _tokenizer(given)
     train, tested = given.chat.read(given.dataset, tokenizer, 2, given.seq_length)
     rows = [row for pair in [*train, *tested] for row in pair]
     if len(train) < batch_size:
@@ -178,20 +192,12 @@ def referenced(
         backbone: Its backbone.
         batch_size: The pairs of a global batch.
         ranks: The ranks with different rows.
-
-    Raises:
-        UsageError: There are too few pairs for validation.
     """
     options: dict[str, Any] = {"rows": 2 * batch_size, "chunk_size": given.chunk_size}
     pairs = [given.preferences.referenced(each, model, backbone, **options) for each in data.pairs]
-    if len(pairs[1]) < ranks:
-        raise UsageError(
-            f"Validation requires a pair for each of {ranks} ranks with different rows. Received: "
-            f"{len(pairs[1])} pairs. Use --validation=chat:FILE."
-        )
     return dataclasses.replace(
         data,
-        train=pairs[0].batches(batch_size, ranks=ranks, seed=given.seed),
+        train=pairs[0].batches(batch_size, seed=given.seed),
         validation=pairs[1].batches(batch_size, ranks=ranks),
         pairs=pairs,
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.launch.finetune.chat import ChatOptions, check_tokens
-from tfdist.launch.finetune.data import read, referenced
+from tfdist.launch.finetune.data import Data, read, referenced
 from tfdist.launch.finetune.options import ADAPTER, BATCH_SIZE, HUB, FinetuneOptions
 from tfdist.launch.finetune.preferences import PreferenceOptions
 from tfdist.launch.finetune.talk import TALK
@@ -67,7 +67,9 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
     if given.threads:
         tf.config.threading.set_intra_op_parallelism_threads(given.threads)
     on = given.world.make(layout, given.mesh)
-    batch_size = layout.batch_size(given.batch_size, BATCH_SIZE, on.data)
+    in_pairs = given.preferences.is_used
+    batch_size = layout.batch_size(given.batch_size, BATCH_SIZE, on.data, equal=in_pairs)
+    global_rows = batch_size * (2 if in_pairs else 1)
     keras.utils.set_random_seed(given.seed)
 
     # --- Data: every rank reads the global batches and keeps its own rows -----------------------
@@ -79,7 +81,7 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
         task = _load(given)
         check_tokens(data.rows, task)
         trained = _separated(task) if given.chat.packing else task
-        rows = -(-(batch_size // on.data) // layout.num_microbatches)
+        rows = -(-(global_rows // on.data) // layout.num_microbatches)
         if given.prompt is not None and trained is not task and layout.pipeline > 1:
             raise UsageError(
                 "--prompt is not supported with --packing and --pipeline for a model with learned positions. "
@@ -122,10 +124,10 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
         print(_sizes(task, on), flush=True)
 
     # --- Training ------------------------------------------------------------------------------
-    tokens = data.steps * batch_size * given.seq_length * (2 if data.pairs else 1)
+    tokens = data.steps * global_rows * given.seq_length
     speed = speed_callback(tokens)
     callbacks = [speed, tfdist.callbacks.TerminateOnNonFinite()]
-    callbacks += given.checkpoints.callbacks(batch_size)
+    callbacks += given.checkpoints.callbacks(global_rows)
     if given.patience:
         callbacks.append(keras.callbacks.EarlyStopping("val_loss", patience=given.patience))
     if given.chat.sample_every:
@@ -145,6 +147,9 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
         )
 
     # --- Result --------------------------------------------------------------------------------
+    saved = []
+    if given.output is not None:
+        saved = _save(given, task, model, data, on.is_chief)
     lines = []
     if given.prompt is not None:
         if data.tokenizer is None:
@@ -153,8 +158,8 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
         else:
             text = _answer(given, writer, data.tokenizer)
         lines.append(f"{task.name} writes:\n{text}")
-    if given.output is not None:
-        lines.append(f"Saved: {', '.join(_save(given, task, model, data.preprocessor))}")
+    if saved:
+        lines.append(f"Saved: {', '.join(saved)}")
     loss = history.history["val_loss"][-1]
     if given.optimizer.averages:  # They replace the weights at the end of `fit`.
         loss = model.evaluate(data.validation, verbose=0)
@@ -164,7 +169,7 @@ def _main(checked: tuple[FinetuneOptions, Layout]) -> None:
     if data.pairs:
         tested = data.pairs[1]
         agreement = given.preferences.agreement(
-            tested, model, rows=2 * batch_size, chunk_size=given.chunk_size
+            tested, model, rows=global_rows, chunk_size=given.chunk_size
         )
         lines.append(
             f"Validation loss {before:.4f} before and {loss:.4f} after; the chosen answer is preferred in "
@@ -230,6 +235,7 @@ def _load(given: FinetuneOptions):
 
     import tfdist
     from tfdist.addons.hub import train_only_adapters
+    from tfdist.addons.hub.exporters import check_exporter
 
     options = {} if given.optimizer.policy is None else {"dtype": given.optimizer.policy}
     try:
@@ -252,6 +258,11 @@ def _load(given: FinetuneOptions):
         raise UsageError(
             f"--preset={given.preset} could not be loaded: {one_line(error)}"
         ) from error
+    try:
+        if given.export:
+            check_exporter(task)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"--export={','.join(given.export)} is not supported: {error}") from error
     inputs = task.input
     if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
         raise UsageError(
@@ -267,10 +278,10 @@ def _load(given: FinetuneOptions):
     return task
 
 
-def _save(given: FinetuneOptions, task, model, preprocessor) -> list[str]:
+def _save(given: FinetuneOptions, task, model, data: Data, is_chief: bool) -> list[str]:
     """Writes the result, in each format, and has transformers read it; the paths."""
     place = Path(str(given.output)).expanduser()
-    task.preprocessor = preprocessor
+    task.preprocessor = data.preprocessor
     place.mkdir(parents=True, exist_ok=True)
     if given.lora_rank:
         task.backbone.save_lora_weights(str(place / ADAPTER))
@@ -280,7 +291,6 @@ def _save(given: FinetuneOptions, task, model, preprocessor) -> list[str]:
         saved = [str(place)]
     for kind in given.export:
         from tfdist.addons import hub
-        from tfdist.addons.hub.verifying import has_transformers
 
         saved.append(str(place / kind))
         try:
@@ -290,16 +300,31 @@ def _save(given: FinetuneOptions, task, model, preprocessor) -> list[str]:
                 task.export_to_transformers(place / kind, dequantize=given.quantize != "none")
         except (ImportError, ValueError) as error:
             raise UsageError(f"--export={kind} is not supported: {error}") from error
-        if given.verify_with is not None or has_transformers():
-            try:
-                apart = hub.verify_export(model, place / kind, python=given.verify_with)
-            except ImportError as error:
-                raise UsageError(f"--export={kind} cannot be verified: {error}") from error
-            except ValueError as error:
-                raise UsageError(f"--export={kind} was written, but is wrong: {error}") from error
-            if apart is not None:
-                saved[-1] += f" (transformers: its logits, within {apart:.1g})"
+        if kind == "hf" and data.tokenizer is not None and is_chief:
+            data.tokenizer.save(place / kind)
+    written = len(saved) - len(given.export)
+    for number, kind in enumerate(given.export, start=written):
+        saved[number] += _verified(given, model, task, kind, place / kind)
     return saved
+
+
+def _verified(given: FinetuneOptions, model, task, kind: str, folder: Path) -> str:
+    """Has transformers compute the model's logits from an export, if it is there; what to say of it."""
+    from tfdist.addons import hub
+    from tfdist.addons.hub.importing import folder_of
+    from tfdist.addons.hub.verifying import has_transformers
+
+    if given.verify_with is None and not has_transformers():
+        return ""
+    if kind == "peft" and folder_of(task.backbone) is None:
+        return " (not verified: an adapter of a model that has no folder of Hugging Face)"
+    try:
+        apart = hub.verify_export(model, folder, python=given.verify_with)
+    except ImportError as error:
+        raise UsageError(f"--export={kind} cannot be verified: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"--export={kind} was written, but is wrong: {error}") from error
+    return "" if apart is None else f" (transformers: its logits, within {apart:.1g})"
 
 
 def _sizes(task, on: World) -> str:

@@ -134,7 +134,9 @@ class FinetuneOptions:
             )
         self.chat.check(self.dataset)
         adapters = bool(self.lora_rank) and not self.train_biases
-        self.preferences.check(self.dataset, self.chat, adapters=adapters)
+        self.preferences.check(
+            self.dataset, self.chat, adapters=adapters, batch_shares=self.world.batch_shares
+        )
         if self.prompt is None:
             refuse_ignored(self.chat, ["sample_every"], "requires --prompt", "no --prompt")
         if not self.dataset.startswith("chat:"):

@@ -32,13 +32,21 @@ class PreferenceOptions:
         choices=("initial", "base"),
     )
 
-    def check(self, dataset: str, chat: ChatOptions, *, adapters: bool) -> None:
+    @property
+    def is_used(self) -> bool:
+        """Whether the data are pairs of answers."""
+        return self.preference != "none"
+
+    def check(
+        self, dataset: str, chat: ChatOptions, *, adapters: bool, batch_shares: str = "equal"
+    ) -> None:
         """Check the options before the rendezvous of the ranks.
 
         Args:
             dataset: The value of `--dataset`.
             chat: The options of conversations.
             adapters: Whether only adapters are trained.
+            batch_shares: The value of `--batch_shares`.
 
         Raises:
             UsageError: Options are incompatible.
@@ -49,6 +57,11 @@ class PreferenceOptions:
             refuse_ignored(self, names, "requires --preference", "--preference=none")
             return
         given = f"--preference={kind}"
+        if batch_shares != "equal":
+            raise UsageError(
+                "--preference requires --batch_shares=equal, so that no pair is cut. Received: "
+                f"--batch_shares={batch_shares}."
+            )
         if not dataset.startswith(CHAT):
             raise UsageError(f"--preference requires --dataset=chat:FILE. Received: {given}.")
         if kind not in ("conservative", "robust"):

@@ -33,6 +33,9 @@ class TalkOptions:
         0.0, "Randomness of answers; 0: the most probable tokens", least=0.0, most=100.0
     )
     system: str | None = option(None, "Message of the role system that begins each conversation")
+    tokenizer: str | None = option(
+        None, "Folder with tokenizer.json and a chat template [that of the model]"
+    )
     chat_template: str | None = option(None, "File with the Jinja template of conversations")
     dtype_policy: str | None = option(None, "Dtype policy of the model [that of the folder]")
     seed: int = option(0, "Seed of the sampling", least=0, most=2**32 - 1)
@@ -50,8 +53,8 @@ def _check(words: list[str]) -> tuple[TalkOptions, Path]:
     if options.chat_template is not None:
         input_file("chat_template", options.chat_template)
     given = Path(words[0]).expanduser()
-    # That of `--output` has a folder for each format.
-    places = [given, *(given / kind for kind in EXPORTS)]
+    # That of `--output` has a folder for each format, with the tokenizer.
+    places = [*(given / kind for kind in EXPORTS), given]
     found = [place for place in places if (place / "config.json").is_file()]
     if not found:
         raise UsageError(
@@ -69,9 +72,9 @@ def _main(checked: tuple[TalkOptions, Path]) -> None:
         import tfdist
     from tfdist.addons.hub.chat.answering import answer
 
-    tokenizer = read_tokenizer(folder, given.chat_template)
+    tokenizer = read_tokenizer(Path(given.tokenizer or folder).expanduser(), given.chat_template)
     if tokenizer.template is None:
-        raise UsageError(f"{folder} must have a chat template. Use --chat_template=FILE.")
+        raise UsageError(f"{tokenizer.folder} must have a chat template. Use --chat_template=FILE.")
     options = {} if given.dtype_policy is None else {"dtype": given.dtype_policy}
     try:
         task: Any = tfdist.load_preset(folder, preprocessor=None, compile=False, **options)

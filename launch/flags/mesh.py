@@ -52,18 +52,19 @@ class Layout:
         """Size of the context axis."""
         return self.mesh.shape["context"]
 
-    def batch_size(self, given: int | None, default: int, data: int) -> int:
+    def batch_size(self, given: int | None, default: int, data: int, *, equal: bool = False) -> int:
         """The samples of a step over all ranks, which are a multiple of the micro-batches in a pipeline.
 
         Args:
             given: The user's value, or None.
             default: The default value, which is rounded up to a multiple.
             data: Size of the data axis.
+            equal: Whether all ranks must have equally many samples.
 
         Raises:
             UsageError: `given` is not a multiple.
         """
-        parts = data * self.num_microbatches if self.pipeline > 1 else 1
+        parts = data * self.num_microbatches if self.pipeline > 1 or equal else 1
         if given is None:
             return -(-default // parts) * parts
         if given % parts:

@@ -20,7 +20,7 @@ from tfdist.launch.flags.options import define_flags, option, refuse_ignored
 from tfdist.launch.flags.values import MOST_RANKS, MOST_RANKS_OF_A_HOST, YEAR, refuse
 from tfdist.launch.run import remote, slurm
 from tfdist.launch.run.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_hosts
-from tfdist.launch.run.nodes import nodes_of_job
+from tfdist.launch.run.nodes import environments_on, nodes_of_job
 from tfdist.launch.run.num_ranks import MEANT_RANKS, count_gpus, ranks_of_this_machine
 from tfdist.launch.run.processes import RankProcess, signal_name
 from tfdist.launch.run.restarts import run_with_restarts
@@ -302,7 +302,7 @@ def _environments(
 ) -> Iterator[list[dict[str, str]]]:
     """Yields the variables of each process."""
     if job.nodes is not None:
-        yield job.nodes.variables(job.size)
+        yield environments_on(job.nodes, job.size)
         return
     with environments(job.engine, _endpoints(names, reached), job.options.ps) as found:
         yield found

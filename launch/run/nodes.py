@@ -16,3 +16,23 @@ def nodes_of_job() -> Nodes | None:
         return find_nodes()
     except ValueError as error:
         raise command.UsageError(str(error)) from None
+
+
+def environments_on(nodes: Nodes, ranks: int) -> list[dict[str, str]]:
+    """The variables of each rank of this node, as torchrun sets them.
+
+    Args:
+        nodes: What the platform says.
+        ranks: The ranks of each node.
+    """
+    common = {
+        "WORLD_SIZE": str(ranks * nodes.count),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": nodes.host,
+        "MASTER_PORT": str(nodes.port),
+        "TF_CONFIG": "",  # Of the node, on Vertex AI.
+    }
+    first = nodes.node * ranks
+    return [
+        {"RANK": str(first + place), "LOCAL_RANK": str(place), **common} for place in range(ranks)
+    ]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import skip_without
 from tests.launch.processes import BIN
+from tfdist.launch.run.nodes import environments_on
 from tfdist.runtime.nodes import Nodes, find_nodes
 from tfdist.runtime.rendezvous import free_ports
 from tfdist.runtime.schedulers import meeting_point, started_by_scheduler
@@ -93,12 +94,12 @@ def test_malformed_variables_are_named(environment):
 
 def test_ranks_of_a_node():
     nodes = find_nodes(KUBEFLOW)
-    assert [each["RANK"] for each in nodes.variables(4)] == ["8", "9", "10", "11"]
-    started = [started_by_scheduler(each) for each in nodes.variables(4)]
+    assert [each["RANK"] for each in environments_on(nodes, 4)] == ["8", "9", "10", "11"]
+    started = [started_by_scheduler(each) for each in environments_on(nodes, 4)]
     assert {(each.launcher, each.size, each.local_size) for each in started} == {
         ("torchrun", 12, 4)
     }
-    assert meeting_point(started[0], nodes.variables(4)[0]) == ("job-node-0-0.job", 29400)
+    assert meeting_point(started[0], environments_on(nodes, 4)[0]) == ("job-node-0-0.job", 29400)
 
 
 def test_a_node_is_a_rank_without_a_launcher():

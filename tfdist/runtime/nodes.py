@@ -34,21 +34,6 @@ class Nodes:
     port: int
     ranks: int | None = None
 
-    def variables(self, ranks: int) -> list[dict[str, str]]:
-        """The variables of each rank of this node, as torchrun sets them."""
-        common = {
-            "WORLD_SIZE": str(ranks * self.count),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": self.host,
-            "MASTER_PORT": str(self.port),
-            "TF_CONFIG": "",  # Of the node, on Vertex AI.
-        }
-        first = self.node * ranks
-        return [
-            {"RANK": str(first + place), "LOCAL_RANK": str(place), **common}
-            for place in range(ranks)
-        ]
-
 
 def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes | None:
     """The nodes of this job; None on one node, or on another platform.

@@ -6,6 +6,7 @@ import collections
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.addons.datasets import row_programs
 from tests.conftest import on_ranks, slow_but
@@ -151,6 +152,25 @@ def test_structures():
     (batch,) = row_dataset(rows, 3, columns=("b", ["a", "b"]))
     assert batch[0].numpy().tolist() == [0, 1, 2] and set(batch[1]) == {"a", "b"}
     assert len(list(row_dataset(rows, 2, drop_remainder=True))) == 1
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [0.5, 2.7, 3],
+        [np.float32([1, 2]), np.float32([1]), np.float32([3, 4])],
+        [(1.0, 2.0), None, (3.0, 4.0)],
+        [1.0, None, 2.0],
+        [(1, 2), (1, 2, 3), (1, 2)],
+        ["a", 1, "b"],
+    ],
+)
+def test_rows_unlike_the_last_one(rows):
+    """Python's numbers are cast within their kind only."""
+    with pytest.raises(tf.errors.OpError, match=r"All rows must have .*Received: row [01], "):
+        list(row_dataset(rows, 3))
+    (batch,) = row_dataset([1, 2.5, np.float32(3)], 3)
+    assert batch.numpy().tolist() == [1, 2.5, 3]
 
 
 @pytest.mark.parametrize(

@@ -431,3 +431,25 @@ def test_what_no_adapter_has_is_refused(one_process, tmp_path):
     (said,) = one_process.run(exports.adapter_refused, checkpoint, str(tmp_path / "new"))
     assert "without any" in said[0] and "/bias`, which is trainable" in said[1]
     assert not (tmp_path / "new").exists()
+
+
+def test_an_adapter_leaves_the_model_beside_it(tmp_path):
+    from tfdist.addons.hub.exporting import new_folder, replace_files
+
+    old = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.safetensors"]
+    for name in old:
+        (tmp_path / name).write_text("old")
+    for name in ("adapter_model.safetensors", "model.safetensors"):
+        with new_folder(tmp_path) as new:
+            (new / name).write_text("new")
+            replace_files(new, tmp_path)
+        kept = {file.name for file in tmp_path.iterdir() if file.is_file()}
+        assert (
+            kept == {*old, "adapter_model.safetensors"}
+            if name.startswith("adapter")
+            else kept
+            == {
+                "model.safetensors",
+                "adapter_model.safetensors",
+            }
+        )

@@ -15,12 +15,11 @@ import pytest
 
 from tests.addons.monitoring.monitor_programs import traced_fit
 from tests.conftest import on_ranks
-from tfdist.addons.monitoring.monitor.call_columns import CallColumns
 from tfdist.addons.monitoring.monitor.sections import Step, steps_of
 from tfdist.addons.monitoring.monitor.trace import hidden_share, merged_trace, trace_of, write_trace
 from tfdist.addons.monitoring.monitor.watch import Execution
 from tfdist.addons.monitoring.run_report import UnreadableError, html_page, read_run, text_report
-from tfdist.backend.clock.rows import Row
+from tfdist.backend.clock.rows import Columns, Row
 from tfdist.backend.clock.stamps import Column, Timed
 from tfdist.mesh import Mesh
 
@@ -121,7 +120,7 @@ def crafted_step(begin: float, own: float, hidden: bool) -> Step:
     start, ready = begin + 0.01, begin + 0.01 + own
     call = Column("call", "all_reduce/world/x.0", "ring", 800, (0, 1), in_background=hidden)
     row = Row(
-        CallColumns(
+        Columns(
             [
                 Column("begin"),
                 Column("start"),

@@ -20,12 +20,13 @@ def make_tracker():
     """The tracker, which writes to the folder."""
     from tfdist.addons import trackers
 
-    config = {"note": "a test", "layers": [4, 1]}
+    config = {"note": "a test", "layers": [4, 1], "rate": np.float32(0.5)}
     if kind == "mlflow":
         import mlflow
 
         mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
-        return trackers.MLflow(name="digits", config=config)
+        config["folder"] = folder
+        return trackers.MLflow(name="digits", config=config, every_steps=2)
     if kind == "wandb":
         return trackers.WandB(config=config, project="digits", dir=str(folder), every_steps=2)
     return trackers.Trackio("digits", config=config)

@@ -71,9 +71,11 @@ def test_mlflow(tmp_path, kill):
     assert found.info.run_name == "digits"
     assert found.data.params["ranks"] == "2" and json.loads(found.data.params["layers"]) == [4, 1]
     assert json.loads(found.data.params["mesh"])["data"] == 2
-    for name in ("train/loss", "validation/loss", "epoch"):
+    assert found.data.params["rate"] == "0.5" and str(tmp_path) in found.data.params["folder"]
+    every = list(range(2, 49, 2))
+    for name, steps in (("train/loss", every), ("validation/loss", STEPS), ("epoch", STEPS)):
         history = client.get_metric_history(found.info.run_id, name)
-        assert [metric.step for metric in history] == STEPS
+        assert sorted(metric.step for metric in history) == steps
     assert history[-1].value == 4
 
 
@@ -175,6 +177,25 @@ def test_what_a_tracker_gets():
     assert config["versions"]["keras"] == keras.__version__
     assert [step for _, _, step in logs] == [2, 3, 5, 6]
     assert set(logs[0][1]) == {"train/loss"} and set(logs[1][1]) == {"train/loss", "epoch"}
+
+
+def test_a_tracker_of_several_models():
+    """As in cross-validation: a run for each, with all of its steps."""
+    recorder = Recorder()
+    for _ in range(2):
+        fitted(recorder)
+        (_, _, run), *logs, end = recorder.calls
+        assert run is None and [step for _, _, step in logs] == [3, 6] and end == ("end", False)
+        recorder.calls.clear()
+
+
+def test_the_end_of_an_epoch_at_a_logged_step():
+    """3 steps in each epoch."""
+    recorder = Recorder(every_steps=1)
+    fitted(recorder)
+    logs = [(set(metrics), step) for _, metrics, step in recorder.calls[1:-1]]
+    epochs = [({"train/loss"}, 1), ({"train/loss"}, 2), ({"train/loss"}, 3), ({"epoch"}, 3)]
+    assert logs == epochs + [(names, step + 3) for names, step in epochs]
 
 
 def test_a_failed_training_is_told():

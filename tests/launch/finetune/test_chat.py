@@ -244,6 +244,28 @@ def test_a_killed_job_goes_on_in_the_middle_of_its_data(
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.slow
+def test_pairs_on_three_ranks(folder, pairs):
+    """No rank has a half of a pair; the 4 pairs of validation have two of padding."""
+    flags = [*command(folder, pairs)[:-1], "--preference=dpo", "--lora_rank=4"]
+    ranks = [RUN[0], "-np=3", "--"]
+    jobs = [run([*flags, "--batch_size=6"]), run([*ranks, *flags, "--batch_size=6"])]
+    found = []
+    for job in jobs:
+        assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+        found.append(re.findall(r"Validation loss ([\d.]+) before and ([\d.]+) after", job.stdout))
+    numbers = [[float(each) for each in some[0]] for some in found]
+    assert numbers[1] == pytest.approx(numbers[0], rel=2e-3)
+    job = run([*ranks, *flags, "--batch_size=8"])
+    assert job.returncode == 2 and "--batch_size must be a multiple of the data axis" in job.stderr
+
+
+def test_a_prompt_that_cannot_be_answered_ends_before_the_training(folder, conversations):
+    job = run([*command(folder, conversations), f"--prompt={'long ' * 40}"])
+    assert job.returncode == 2 and "weights are trained" not in job.stdout
+    assert "--prompt cannot be answered: Messages must have fewer than 64 tokens" in job.stderr
+
+
 BAD = {
     "mixed": ('{"messages": [{"content": "x"}]}', "with a `role`"),
     "no answer": ('{"messages": [{"role": "user", "content": "x"}]}', "must have an answer"),
@@ -274,6 +296,7 @@ REFUSED = {
     "--preference=dpo --packing": "--packing is not supported with --preference",
     "--preference=dpo --label_smoothing=0.1": "requires --preference=conservative or robust",
     "--preference=dpo --reference=base": "--reference=base requires --lora_rank",
+    "--preference=dpo --batch_shares=2,1": "--preference requires --batch_shares=equal",
     "--beta=2": "--beta requires --preference",
     "--validation=text:x": "--validation must be chat:FILE",
     "--chat_template=/nowhere": "--chat_template=/nowhere does not exist",

@@ -159,10 +159,33 @@ class _Reader:
             found = self._source.__getitems__([int(index) for index in indices])
         else:
             found = [self._source[int(index)] for index in indices]
-        rows = [tf.nest.flatten(self._row_of(row)) for row in found]
+        pairs = zip(indices, found, strict=True)
+        rows = [self._parts(int(index), self._row_of(row)) for index, row in pairs]
         return [
-            np.stack([np.asarray(row[place], like.dtype) for row in rows])
+            np.stack([row[place] for row in rows])
             if rows
             else np.zeros([0, *like.shape], like.dtype)
             for place, like in enumerate(self._like)
+        ]
+
+    def _parts(self, index: int, row: Any) -> list[np.ndarray]:
+        """The arrays of a row, in the dtypes of the last row.
+
+        Raises:
+            ValueError: The row has others, or another structure.
+        """
+        parts = [np.asarray(part) for part in tf.nest.flatten(row)]
+        if len(parts) != len(self._like) or not all(
+            part.shape == like.shape
+            and np.can_cast(part.dtype, like.dtype, "same_kind")
+            and (like.dtype != object or part.dtype.kind in "OSU")
+            for part, like in zip(parts, self._like, strict=True)
+        ):
+            raise ValueError(
+                f"All rows must have the structure, shapes and dtypes of the last one. Received: row {index}, "
+                f"{checks.shown(row)}. (Grain's filtered rows are None: filter before.)"
+            )
+        return [
+            part.astype(like.dtype, copy=False)
+            for part, like in zip(parts, self._like, strict=True)
         ]

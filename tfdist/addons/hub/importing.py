@@ -26,6 +26,7 @@ from tfdist.addons.hub.streaming import INDEX, WEIGHTS
 from tfdist.backend.keras.private import all_layers
 from tfdist.backend.keras.stored import StoredArray
 from tfdist.strategies.keras_patches.reading import reading_parts
+from tfdist.utils import checks
 
 _CONFIG = "config.json"
 #: What a folder has beside weights: tokenizers, chat templates, and how texts are generated.
@@ -78,7 +79,7 @@ def check_importable(folder: Path) -> None:
     index = folder / INDEX
     names = {WEIGHTS}
     if index.is_file():
-        names = {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+        names = _files_of(index)
     for name in sorted(names):
         try:
             with safetensors.safe_open(str(folder / name), framework="np"):
@@ -89,6 +90,23 @@ def check_importable(folder: Path) -> None:
                 f"{str(folder / name)!r} must be a complete file of safetensors. Received: {error}. Copy the "
                 "folder again."
             ) from error
+
+
+def _files_of(index: Path) -> set[str]:
+    """The files of weights that an index names, which are beside it."""
+    try:
+        found = json.loads(index.read_text("utf-8"))["weight_map"].values()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{str(index)!r} must be an index of safetensors, with a `weight_map`. Received: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    for name in found:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(
+                f"{str(index)!r} must name files of its folder. Received: {checks.shown(name)}."
+            )
+    return set(found)
 
 
 def import_weights(backbone: keras.Model, folder: Path) -> None:

@@ -37,6 +37,7 @@ class Adafactor(keras.optimizers.Adafactor):
 
     #: Slices are updated as one process updates the whole.
     elementwise = True
+    built: bool
 
     def build(self, var_list):
         """Creates the state; the factors of a slice are slices or whole."""

@@ -35,7 +35,8 @@ class RayReport(keras.callbacks.Callback):
     """Reports the metrics of each epoch to Ray Train, and the newest checkpoint.
 
     Ray compares the numbers of reports of its workers, so every rank has this callback. It stands after the
-    `Checkpointer`, whose checkpoints stay where they are: Ray only records their paths.
+    `Checkpointer`, whose checkpoints stay where they are: Ray only records their paths. The `Checkpointer` deletes
+    older ones, as its `keep_last` says; the last report has the final one.
 
     Args:
         directory: The directory of the `Checkpointer`, below `run_directory()`; None to report no checkpoints.
@@ -49,12 +50,22 @@ class RayReport(keras.callbacks.Callback):
         super().__init__()
         self._directory = checks.path("directory", directory, optional=True)
         self._reported: str | None = None
+        self._metrics: dict[str, float] = {}
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports an epoch."""
         metrics = {name: float(value) for name, value in (logs or {}).items()}
+        self._metrics = {"epoch": epoch + 1, **metrics}
+        self._report()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Reports the checkpoint of the final state, which the `Checkpointer` has saved by now."""
+        if self._directory is not None and self._metrics:
+            self._report()
+
+    def _report(self) -> None:
         ray.train.report(
-            {"epoch": epoch + 1, **metrics},
+            self._metrics,
             checkpoint=self._newest(),
             checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,
         )

@@ -41,13 +41,17 @@ class MLflow(Tracker):
         if run is None:
             mlflow.log_params(
                 {
-                    key: value if isinstance(value, str | int | float) else json.dumps(value)
+                    key: value
+                    if isinstance(value, str | int | float)
+                    else json.dumps(value, default=str)
                     for key, value in config.items()
                 }
             )
         id_ = active.info.run_id
-        history = mlflow.MlflowClient().get_metric_history(id_, "epoch") if run else []
-        return id_, max((metric.step for metric in history), default=-1)
+        client = mlflow.MlflowClient()
+        names = client.get_run(id_).data.metrics if run else ()
+        steps = (each.step for name in names for each in client.get_metric_history(id_, name))
+        return id_, max(steps, default=-1)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Logs metrics of a step."""

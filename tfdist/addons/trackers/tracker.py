@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfdist.extend import FitContext, FitHook, KeptState
 from tfdist.utils import checks
@@ -39,13 +40,19 @@ class Tracker(keras.callbacks.Callback, FitHook, KeptState, abc.ABC):
     def __init__(self, *, config: Mapping[str, Any] | None = None, every_steps: int | None = None):
         super().__init__()
         checks.instance("config", config, Mapping, "a mapping", optional=True)
-        self._config = dict(config or {})
+        self._config = {
+            key: value.item() if isinstance(value, np.generic) else value
+            for key, value in (config or {}).items()
+        }
         self._every = checks.integer("every_steps", every_steps, minimum=1, optional=True)
         self.reads_batch_logs = every_steps is not None
         self._run: str | None = None
         self._fit: FitContext | None = None
-        self._is_open = False
-        self._last = -1
+        self._is_open = self._is_restored = False
+        self._logged: keras.Model | None = None
+        #: The last step that a continued run has had; and what was logged of the last step.
+        self._last = self._step = -1
+        self._names: set[str] = set()
 
     @abc.abstractmethod
     def start(self, config: dict[str, Any], run: str | None) -> tuple[str, int]:
@@ -97,7 +104,7 @@ class Tracker(keras.callbacks.Callback, FitHook, KeptState, abc.ABC):
 
     def restore(self, values: Any) -> None:
         """Continues the run of a checkpoint."""
-        self._run = checks.text("values", values)
+        self._run, self._is_restored = checks.text("values", values), True
 
     # -- callback -----------------------------------------------------------------------------
 
@@ -106,8 +113,11 @@ class Tracker(keras.callbacks.Callback, FitHook, KeptState, abc.ABC):
         fit = self._fit
         is_chief = fit is not None and fit.kind == "fit" and getattr(fit.strategy, "is_chief", True)
         if is_chief and not self._is_open:
-            self._run, self._last = self.start(self._whole_config(), self._run)
-            self._is_open = True
+            if not self._is_restored and self._logged is not self.model:
+                self._run = None  # That of another model, as in cross-validation.
+            self._run, last = self.start(self._whole_config(), self._run)
+            self._last, self._step = last if self._is_restored else -1, -1
+            self._logged, self._is_restored, self._is_open = self.model, False, True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Logs the epoch so far, if that is wanted."""
@@ -122,9 +132,13 @@ class Tracker(keras.callbacks.Callback, FitHook, KeptState, abc.ABC):
         if not self._is_open:
             return
         step = int(self.model.optimizer.iterations)
-        if step > self._last:
-            self.log({_named(name): float(value) for name, value in (logs or {}).items()}, step)
-            self._last = step
+        if step <= self._last:
+            return
+        # The end of an epoch may follow that of a batch: then the others are left.
+        before = self._names if step == self._step else set()
+        found = {_named(name): float(value) for name, value in (logs or {}).items()}
+        self.log({name: value for name, value in found.items() if name not in before}, step)
+        self._step, self._names = step, set(found)
 
     def _whole_config(self) -> dict[str, Any]:
         fit: Any = self._fit

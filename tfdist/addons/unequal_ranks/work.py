@@ -103,10 +103,14 @@ class WorkMeter:
     def _waits(self, row: Row, begin: float) -> list[tuple[float, float]]:
         """The collectives that block the step, with ranks that have other rows."""
         found = []
-        for places in row.columns.calls:
-            start, end = row.numbers[places.begin], row.numbers[places.end]
-            alone = self._peers.issuperset(places.column.ranks)
-            if not places.column.in_background and not alone and begin <= start <= end:
+        for begins_at, ends_at, _ in row.columns.calls:
+            column, start, end = (
+                row.columns[begins_at],
+                row.numbers[begins_at],
+                row.numbers[ends_at],
+            )
+            alone = self._peers.issuperset(column.ranks)
+            if not column.in_background and not alone and begin <= start <= end:
                 found.append((start, end))
         return found
 

@@ -23,6 +23,22 @@ class Columns(tuple[Column, ...]):
         """The indices of the numbers of each kind, in the order of the graph."""
         return places_by(column.kind for column in self)
 
+    @functools.cached_property
+    def calls(self) -> list[tuple[int, int, int | None]]:
+        """The indices of each collective's begin, end and bytes, in the order of the begins in the graph.
+
+        The index of the begin is that of the column. None for bytes that the column has.
+        """
+        # Eagerly, several collectives of a step may have the same name: they end in the order of their
+        # begins.
+        waiting = places_by((column.kind, column.name) for column in self)
+        found = []
+        for place in self.places.get("call", ()):
+            name, size = self[place].name, self[place].size
+            end = waiting["done", name].pop(0)
+            found.append((place, end, waiting["size", name].pop(0) if size is None else None))
+        return found
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:

@@ -86,6 +86,17 @@ def test_texts_end_in_the_last_token(tokenizer):
     assert found.ids.count(tokenizer.eos) == 1 and all(found.trained)
 
 
+@pytest.mark.parametrize("prompt", ["Name a", "Name a ", "Name a c", "Name  "])
+def test_the_whole_answer_is_trained(tokenizer, prompt):
+    """Also where the end of the prompt and the begin of the answer are one token."""
+    whole = "Name a colour" if prompt != "Name  " else "Name   colour"
+    answer = whole[len(prompt) :]
+    (found,) = rows_of(record_of({"prompt": prompt, "completion": answer}, "f:1"), tokenizer)
+    assert list(found.ids) == [*tokenizer.encode(whole, special=True).ids, tokenizer.eos]
+    trained = [number for number, kept in zip(found.ids, found.trained, strict=True) if kept]
+    assert tokenizer.decode(trained).endswith(f"{answer}</s>")
+
+
 def test_messages_without_a_template(tokenizer):
     message = {"role": "user", "content": "a"}
     with pytest.raises(RecordError, match="require a chat template"):

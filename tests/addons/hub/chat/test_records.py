@@ -47,6 +47,27 @@ def test_preferences_of_messages(line):
     assert record.messages(1) == (ASKED, WRONG)
 
 
+def test_preferences_of_ultrafeedback():
+    """The prompt is a text beside whole conversations; `messages` repeats the chosen one."""
+    chosen, rejected = [ASKED, ANSWERED], [ASKED, WRONG]
+    line = {"prompt": "2 + 2?", "chosen": chosen, "rejected": rejected, "messages": chosen}
+    record = record_of(line, "f:1", answers=2)
+    assert record.prompt == (ASKED,) and record.answers == ((ANSWERED,), (WRONG,))
+    assert record_of(line, "f:1").messages() == (ASKED, ANSWERED)
+    record = record_of({"prompt": "2 + 2?", "chosen": [ANSWERED], "rejected": [WRONG]}, "f:1")
+    assert record.prompt == (ASKED,) and record.messages(1) == (ASKED, WRONG)
+
+
+def test_arguments_of_tool_calls_may_be_text():
+    """As in OpenAI's files; templates expect objects."""
+    for arguments in ({"a": 2}, '{"a": 2}'):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        line = {"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}]}
+        found = record_of(line, "f:1").messages()[1]["tool_calls"][0]["function"]
+        assert found == {"name": "add", "arguments": {"a": 2}}
+        assert call["function"]["arguments"] == arguments
+
+
 def test_texts():
     record = record_of({"prompt": "a", "chosen": "b", "rejected": "c"}, "f:1")
     assert (record.prompt, record.answers, record.messages()) == ("a", ("b", "c"), None)
@@ -82,6 +103,16 @@ def test_lines_of_a_file_are_numbered(tmp_path):
         ('{"conversations": [{"from": "human"}]}', "an object with `from` and `value`"),
         ('{"instruction": 1, "output": "a"}', "`instruction` must be text"),
         ('{"text": null}', "`text` must be text"),
+        ('{"text": "\\ud83d"}', "one half of a surrogate pair"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "weight": 2}]}',
+            "`weight` of a message must",
+        ),
+        ('{"messages": [{"role": "assistant", "tool_calls": "a"}]}', "`tool_calls` must be a list"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}]}',
+            "`arguments` of a tool call must be a JSON object",
+        ),
         ('{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}', "all be text"),
         ('{"chosen": "a", "rejected": "b"}', "must have a `prompt`"),
         ('{"prompt": "p", "chosen": "a", "rejected": [{"role": "a", "content": "b"}]}', "both"),

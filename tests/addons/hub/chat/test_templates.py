@@ -55,6 +55,11 @@ def rows(folder, template: str, conversation: str):
 )
 def test_answers_are_those_of_transformers(folder, case):
     """Where the template marks them."""
+    if "[{'type'" in case["text"]:
+        # A model would learn to write Python's lists.
+        with pytest.raises(RecordError, match="must support a `content` of parts"):
+            rows(folder, case["template"], case["conversation"])
+        return
     _, row = rows(folder, case["template"], case["conversation"])
     assert list(row.ids) == case["ids"]
     assert list(map(int, row.trained)) == case["mask"]
@@ -153,3 +158,46 @@ def test_broken_folders(folder, name, content, said):
         (folder / name).write_text(content)
     with pytest.raises(ValueError, match=said):
         ChatTokenizer(folder)
+
+
+def stops(folder, template: str | None = None) -> set[str]:
+    tokenizer = ChatTokenizer(folder, template)
+    return {tokenizer.token(number) for number in tokenizer.stops}
+
+
+def test_tokens_that_end_an_answer(folder):
+    """Not those within an answer, such as of a channel or a tool call."""
+    assert stops(folder, TEMPLATES["headers"]) == {"</s>", "<|eot_id|>"}
+    assert stops(folder, TEMPLATES["chatml"]) == {"</s>", "<|im_end|>"}
+    assert stops(folder, "{{ raise_exception('tools') }}") == stops(folder) == {"</s>"}
+    ends = [
+        ChatTokenizer(folder)._tokenizer.token_to_id(name) for name in ("<|end|>", "<|eot_id|>")
+    ]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert stops(folder, TEMPLATES["chatml"]) == {"</s>", "<|end|>", "<|eot_id|>", "<|im_end|>"}
+
+
+def test_ends_of_folders_without_names(folder):
+    """As that of GPT-2, and those of earlier versions of transformers."""
+    (folder / "tokenizer_config.json").unlink()
+    assert ChatTokenizer(folder).eos is None and "<|im_start|>" in stops(folder)
+    end = ChatTokenizer(folder)._tokenizer.token_to_id("</s>")
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": end}))
+    assert ChatTokenizer(folder).eos == end and stops(folder) == {"</s>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    assert stops(folder) == {"</s>", "<|end|>"}
+    assert ChatTokenizer(folder, "{{ eos_token }}").template.render((), "here") == "<|end|>"
+
+
+def test_a_message_without_weight_is_not_trained(folder):
+    messages = [dict(each) for each in CONVERSATIONS["system"]["messages"]]
+    first = next(each for each in messages if each["role"] == "assistant")
+    first["weight"] = 0
+    tokenizer = ChatTokenizer(folder, TEMPLATES["chatml"])
+    (row,) = rows_of(record_of({"messages": messages}, "here:1"), tokenizer)
+    trained = [number for number, kept in zip(row.ids, row.trained, strict=True) if kept]
+    assert tokenizer.decode(trained) == "It is true, naïvely: ✓<|im_end|>"
+    for each in messages:
+        each["weight"] = 0
+    with pytest.raises(RecordError, match="none, or of weight 0"):
+        rows_of(record_of({"messages": messages}, "here:1"), tokenizer)

@@ -157,6 +157,45 @@ def rewarded(folder: str, options: dict | None, steps: int = 3, lora: bool = Fal
     return found, whole(task.trainable_variables)
 
 
+def policy_of(folder: str, options: dict | None, **arguments):
+    from tfdist.addons.hub.preferences.grpo import GRPO
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    with scope(options):
+        task = causal_lm("Llama3", 2, length=32, compiled=False, vocabulary_size=320)
+    sizes = {"length": 32, "group": 2, "chunk_size": 16, **arguments}
+    return GRPO(task, written_tokenizer(folder), reward, keras.optimizers.Adam(0.02), **sizes)
+
+
+def of_counts(folder: str, counts: list[int], **arguments) -> list[float]:
+    """The losses of steps with so many prompts."""
+    policy = policy_of(folder, None, **arguments)
+    return [policy.step(PROMPTS[:count])["loss"] for count in counts]
+
+
+def with_a_long_prompt(folder: str) -> str:
+    policy = policy_of(folder, {})
+    try:
+        policy.step([PROMPTS[0], [{"role": "user", "content": "long " * 40}]])
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def evaluated(kind: str, ranks: list[int]) -> list[float]:
+    """The loss of five pairs in batches of 4, of which the last is completed for some ranks."""
+    from tfdist.addons.hub.preferences.data import Pairs
+    from tfdist.launch.finetune.preferences import PreferenceOptions
+
+    keras.backend.clear_session()
+    _, model = build("Llama3", {}, False)
+    given = PreferenceOptions(preference=kind)
+    found = Pairs.of([*pairs(), pairs()[1]], LENGTH)
+    model.compile(loss=given.loss(WORDS, 5), weighted_metrics=None)
+    return [model.evaluate(found.batches(4 * each, ranks=each), verbose=0) for each in ranks]
+
+
 def as_trl(golden: str, folder: str, options: dict | None, kind: str, steps: int, rate: float):
     """Losses, and means of the log-probabilities of answers, by step: on the model and the pairs of TRL."""
     import tfdist

@@ -76,6 +76,7 @@ REWARDS = {
     "grpo": {"average": "grpo", "scaled": False},
     "dr_grpo": {"average": "dr_grpo", "updates": 2},
     "divergence": {"beta": 0.1, "lora": True, "updates": 2},
+    "cold": {"temperature": 0.7, "updates": 2},
 }
 
 
@@ -114,6 +115,41 @@ def test_ranks_share_the_sampling(pool, tmp_path):
     rewards = [[step["reward"] for step in found] for found, _ in results]
     assert rewards[0] == rewards[1]
     assert np.mean(rewards[0][-3:]) > np.mean(rewards[0][:3])
+
+
+def test_losses_are_those_of_the_temperature():
+    from tfdist.addons.hub.preferences.losses import GRPOLoss
+
+    random = np.random.default_rng(3)
+    logits = random.normal(0, 2, [2, 5, 8]).astype("float32")
+    labels = np.stack([random.integers(0, 8, [2, 5]), *random.normal(size=[4, 2, 5])], -1)
+    labels[..., 1] = 1
+    options = {"beta": 0.1, "epsilon_high": 0.3}
+    found = GRPOLoss(8, temperature=0.5, **options).call(labels.astype("float32"), logits)
+    right = GRPOLoss(8, **options).call(labels.astype("float32"), logits / 0.5)
+    np.testing.assert_allclose(found, right, rtol=1e-6)
+
+
+@pytest.mark.parametrize("updates", [2])
+def test_steps_with_other_numbers_of_prompts(one_process, tmp_path, updates):
+    """Graphs write the log-probabilities of so many answers."""
+    counts = [4, 2, 3, 1, 4]
+    found = one_process.run(
+        programs.of_counts, str(tmp_path), counts, updates=updates, timeout=300
+    )[0]
+    assert len(found) == len(counts) and np.isfinite(found).all()
+
+
+@on_ranks(("horovod", 2))
+def test_a_prompt_that_is_too_long_is_an_error_of_all(pool, tmp_path):
+    for said in pool.run(programs.with_a_long_prompt, str(tmp_path), timeout=200):
+        assert said.startswith("Prompt 1 cannot be answered. Received: Messages must have fewer")
+
+
+@pytest.mark.parametrize("kind", ["dpo", "orpo"])
+def test_pairs_of_padding_change_no_loss(one_process, kind):
+    right, *others = one_process.run(programs.evaluated, kind, [1, 2, 3, 4])[0]
+    np.testing.assert_allclose(others, right, rtol=1e-6)
 
 
 _SAVE = """

@@ -66,7 +66,7 @@ def read_answers(
         RecordError: A line has another number of answers.
     """
     found = []
-    for record in read_records(path):
+    for record in read_records(path, count):
         if len(record.answers) != count:
             wanted, received = _ANSWERS[count], _ANSWERS[len(record.answers)]
             raise RecordError(f"A line must have {wanted}. Received: {received}.", record.place)

@@ -2,11 +2,11 @@
 
 | Keys of a line | Format |
 |---|---|
-| `messages` (and `tools`) | messages with `role` and `content`, as in Hugging Face's and OpenAI's files |
+| `messages` (and `tools`) | messages with `role` and `content`, as in Hugging Face's and OpenAI's files; one with `weight` 0 is not trained |
 | `conversations` (and `system`) | ShareGPT: `from` and `value` |
 | `instruction`, `output` (and `input`, `system`) | Alpaca |
 | `prompt`, `completion` | text, or messages |
-| `chosen`, `rejected` (and `prompt`) | preferences: text, or messages |
+| `chosen`, `rejected` (and `prompt`) | preferences: text, or messages; also beside the `messages` of a conversation |
 | `text` | text |
 """
 
@@ -83,8 +83,12 @@ class Record:
         return (*self.prompt, *chosen)
 
 
-def read_records(path: str | Path) -> Iterator[Record]:
+def read_records(path: str | Path, answers: int = 1) -> Iterator[Record]:
     """The records of a file of JSON lines, in order; empty lines are skipped.
+
+    Args:
+        path: The file.
+        answers: The answers that are wanted, of a line that has one and also two.
 
     Raises:
         OSError: The file cannot be read.
@@ -93,7 +97,7 @@ def read_records(path: str | Path) -> Iterator[Record]:
     with io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8-sig") as file:
         for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
-                yield record_of(_object(line, f"{path}:{number}"), f"{path}:{number}")
+                yield record_of(_object(line, f"{path}:{number}"), f"{path}:{number}", answers)
 
 
 def _lines(file, path) -> Iterator[str]:
@@ -110,26 +114,38 @@ def _object(line: str, place: str) -> Mapping[str, Any]:
         raise RecordError(f"A line must be a JSON object. Received: {error}.", place) from error
     if not isinstance(found, dict):
         raise _refuse(place, "a line must be a JSON object", found)
+    if "\\ud" in line.lower():
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RecordError(
+                "Texts must be Unicode. Received: one half of a surrogate pair, as in a text that was cut.",
+                place,
+            ) from error
     return found
 
 
-def record_of(found: Mapping[str, Any], place: str) -> Record:
+def record_of(found: Mapping[str, Any], place: str, answers: int = 1) -> Record:
     """The record of a JSON object.
 
     Args:
         found: The object.
         place: Where it is, for messages.
+        answers: As for `read_records`.
 
     Raises:
         RecordError: It has the keys of no format, or invalid values.
     """
+    is_preference = "chosen" in found and "rejected" in found
+    if is_preference and answers == 2:
+        return _preference(found, place)
     if "messages" in found:
         return Record(
             place, (), (_messages(found["messages"], place, "messages"),), _tools(found, place)
         )
     if "conversations" in found:
         return Record(place, (), (_sharegpt(found, place),), _tools(found, place))
-    if "chosen" in found and "rejected" in found:
+    if is_preference:
         return _preference(found, place)
     if "prompt" in found and "completion" in found:
         prompt, answer = (_part(found[key], place, key) for key in ("prompt", "completion"))
@@ -148,19 +164,20 @@ def _preference(found: Mapping[str, Any], place: str) -> Record:
         raise _refuse(
             place, "`chosen` and `rejected` must both be text, or both messages", "one of each"
         )
-    if "prompt" in found:
-        prompt = _part(found["prompt"], place, "prompt")
-    elif isinstance(chosen, str):
-        raise _refuse(place, "a preference of texts must have a `prompt`", sorted(found))
-    else:
-        # Both are whole conversations, with the same begin.
+    prompt = _part(found["prompt"], place, "prompt") if "prompt" in found else None
+    if isinstance(chosen, str):
+        if prompt is None:
+            raise _refuse(place, "a preference of texts must have a `prompt`", sorted(found))
+    elif prompt is None or isinstance(prompt, str):
+        # Both are whole conversations, with the same begin; a text repeats that, or is the whole of it.
         shared = 0
         while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
             shared += 1
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        asked = ({"role": "user", "content": prompt},) if prompt and not shared else ()
+        prompt, chosen, rejected = asked + chosen[:shared], chosen[shared:], rejected[shared:]
         if not (chosen and rejected):
             raise _refuse(place, "`chosen` and `rejected` must be different", "the same messages")
-    return _checked(Record(place, prompt, (chosen, rejected), _tools(found, place)))
+    return _checked(Record(place, prompt or "", (chosen, rejected), _tools(found, place)))
 
 
 def _checked(record: Record) -> Record:
@@ -197,7 +214,37 @@ def _messages(value: Any, place: str, key: str) -> Messages:
             raise _refuse(
                 place, "the `content` of a message must be text, or a list of parts", content
             )
-    return tuple(value)
+        if message.get("weight", 1) not in (0, 1):
+            raise _refuse(place, "the `weight` of a message must be 0 or 1", message["weight"])
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(map(_is_object, calls))):
+            raise _refuse(place, "`tool_calls` must be a list of objects", calls)
+    return tuple(_with_arguments(message, place) for message in value)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _with_arguments(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """A message whose tool calls have arguments as objects, as templates expect; OpenAI's have their text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    found = []
+    for call in calls:
+        function = call.get("function")
+        text = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(text, str):
+            try:
+                arguments = json.loads(text or "{}")
+            except ValueError:
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise _refuse(place, "the `arguments` of a tool call must be a JSON object", text)
+            call = {**call, "function": {**function, "arguments": arguments}}
+        found.append(call)
+    return {**message, "tool_calls": found}
 
 
 def _sharegpt(found: Mapping[str, Any], place: str) -> Messages:

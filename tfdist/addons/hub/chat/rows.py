@@ -63,7 +63,16 @@ def _row(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
     text, spans = template.answers(messages, place, first=first, tools=record.tools)
     if not spans:
         raise RecordError(
-            "The messages must have an answer, of the role assistant. Received: none.", place
+            "The messages must have an answer, of the role assistant. Received: none, or of weight 0.",
+            place,
+        )
+    if any(
+        isinstance(message.get("content"), list) and str(message["content"]) in text
+        for message in messages
+    ):
+        raise RecordError(
+            "The template must support a `content` of parts. Received: one that prints the list. Use text.",
+            place,
         )
     encoded = tokenizer.encode(text)
     ids = encoded.ids
@@ -72,9 +81,9 @@ def _row(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
     trained = [False] * len(ids)
     for span in spans:
         inside = _inside(encoded.spans, span)
-        while inside and ids[inside[-1]] not in tokenizer.stops:
+        while inside and not text[slice(*encoded.spans[inside[-1]])].strip():
             inside.pop()  # Such as a line break after the end of the turn.
-        if not inside:
+        if not inside or not tokenizer.is_end(ids[inside[-1]]):
             raise RecordError(
                 f"Each answer must end in a token that generation stops at, such as the end of a turn. "
                 f"Received: {text[slice(*span)][-40:]!r}. Use a template that ends answers with one.",
@@ -94,13 +103,14 @@ def _inside(spans: Sequence[Span], part: Span) -> list[int]:
 def _of_text(record: Record, answer: int, tokenizer: ChatTokenizer) -> Row:
     """The tokens of a text and its end; those of the prompt are not trained."""
     prompt, text = str(record.prompt), str(record.answers[answer])
-    before = tokenizer.encode(prompt, special=True).ids if prompt else []
-    ids = tokenizer.encode(prompt + text, special=True).ids
-    if tokenizer.eos is not None and ids[-1:] != [tokenizer.eos]:
-        ids = [*ids, tokenizer.eos]
-    if before and before[-1] == tokenizer.eos:
-        before = before[:-1]  # A model that ends each text by itself.
-    trained = [at >= len(before) for at in range(len(ids))]
+    encoded = tokenizer.encode(prompt + text, special=True)
+    ids = encoded.ids
+    # A token may have characters of both: then it is one of the answer.
+    trained = [not prompt or end > len(prompt) for _, end in encoded.spans]
+    if tokenizer.eos is not None:
+        if ids[-1:] == [tokenizer.eos]:
+            ids, trained = ids[:-1], trained[:-1]
+        ids, trained = [*ids, tokenizer.eos], [*trained, True]
     return _checked(Row(tuple(ids), tuple(trained), record.place), tokenizer)
 
 

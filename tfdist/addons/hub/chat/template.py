@@ -97,7 +97,7 @@ class ChatTemplate:
         first: int = 0,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[Span]]:
-        """The text of a conversation, and the parts of it that the assistant writes.
+        """The text of a conversation, and the parts of it that the assistant writes and that have a weight.
 
         Args:
             messages: The messages.
@@ -119,7 +119,8 @@ class ChatTemplate:
             )
         if not spans:
             spans = [self._by_prefixes(messages, at, text, place, tools) for at in turns]
-        return text, [span for at, span in zip(turns, spans, strict=True) if at >= first]
+        pairs = zip(turns, spans, strict=True)
+        return text, [s for at, s in pairs if at >= first and messages[at].get("weight", 1)]
 
     def _by_prefixes(self, messages: Messages, at: int, text: str, place: str, tools) -> Span:
         begin = self._rendered(messages[:at], place, tools, True) if at else ""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from tfdist.addons.hub.chat.template import ChatTemplate, Span
 from tfdist.utils import checks
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_GENERATION = "generation_config.json"
+_SPECIAL = "special_tokens_map.json"
+#: Files with the ids of ends, the first one first.
+_WITH_IDS = ("generation_config.json", "config.json")
+
+
+#: What no template has.
+_ANSWER = "Answer-7c1f"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +41,16 @@ class ChatTokenizer:
     """Encodes texts exactly as transformers does with this folder.
 
     Args:
-        folder: A folder with tokenizer.json, and optionally tokenizer_config.json, chat_template.jinja and
-            generation_config.json.
+        folder: A folder with tokenizer.json, and optionally tokenizer_config.json, special_tokens_map.json,
+            chat_template.jinja, generation_config.json and config.json.
         template: The source of a chat template, in place of that of the folder.
 
     Attributes:
         template: The chat template; None without one.
         bos: The id of the first token of a text; None without one.
-        stops: The ids of tokens that end an answer: those that generation stops at, and all special tokens.
+        eos: The id of the last token of a text; None without one.
+        stops: The ids of tokens that end an answer: those that the folder names, and the one with which the template
+            ends an answer; without any all special tokens.
 
     Raises:
         ImportError: The packages `tokenizers` or `jinja2` are missing.
@@ -53,7 +62,7 @@ class ChatTokenizer:
         if template is not None:
             checks.instance("template", template, str, "a template's source")
         self._tokenizer = _read_tokenizer(self.folder / _TOKENIZER)
-        config = _read_json(self.folder / _CONFIG)
+        config = _read_json(self.folder / _SPECIAL) | _read_json(self.folder / _CONFIG)
         added = self._tokenizer.get_added_tokens_decoder()
         names = {
             key: _content(config.get(key))
@@ -61,12 +70,15 @@ class ChatTokenizer:
         }
         self._names = {key: name for key, name in names.items() if name is not None}
         self.bos = self._id(names["bos_token"])
-        self.eos = self._id(names["eos_token"])
-        self.stops = (
-            frozenset(number for number, token in added.items() if token.special) | self._stops()
-        )
+        self._special = frozenset(number for number, token in added.items() if token.special)
         source = _source(self.folder, config) if template is None else template
         self.template = None if source is None else ChatTemplate(source, self._names)
+        ends = self._named_ends()
+        own = self._id(names["eos_token"])
+        # GPT-2's own folder has it only as an id.
+        self.eos = next(iter(ends), None) if own is None else own
+        found = {*ends, self.eos, self._end_of_answers()} - {None}
+        self.stops = frozenset(found or self._special)
 
     @property
     def needed_template(self) -> ChatTemplate:
@@ -110,13 +122,43 @@ class ChatTokenizer:
         """The token of an id, as it is in the vocabulary."""
         return self._tokenizer.id_to_token(number) or f"[{number}]"
 
+    def save(self, folder: str | Path) -> None:
+        """Writes the tokenizer and the template into a folder, such as that of an exported model."""
+        new = Path(checks.path("folder", folder))
+        for name in (_TOKENIZER, _CONFIG, _SPECIAL):
+            if (self.folder / name).is_file() and new.resolve() != self.folder.resolve():
+                shutil.copyfile(self.folder / name, new / name)
+        if self.template is not None:
+            (new / _TEMPLATE).write_text(self.template.source, encoding="utf-8")
+
     def _id(self, name: str | None) -> int | None:
         return None if name is None else self._tokenizer.token_to_id(name)
 
-    def _stops(self) -> frozenset[int]:
-        ends = _read_json(self.folder / _GENERATION).get("eos_token_id") or []
-        ends = ends if isinstance(ends, list) else [ends]
-        return frozenset([*ends, *([] if self.eos is None else [self.eos])])
+    def is_end(self, number: int) -> bool:
+        """Whether a token can end a turn in training: also another special one, such as that of a tool call."""
+        return number in self.stops or number in self._special
+
+    def _named_ends(self) -> list[int]:
+        for name in _WITH_IDS:
+            ends = _read_json(self.folder / name).get("eos_token_id")
+            found = ends if isinstance(ends, list) else [ends]
+            if found := [end for end in found if isinstance(end, int)]:
+                return found
+        return []
+
+    def _end_of_answers(self) -> int | None:
+        """The special token after an answer in the template."""
+        if self.template is None:
+            return None
+        messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER})
+        try:
+            text = self.template.render(messages, "messages")
+        except ValueError:
+            return None  # Such as a template that requires tools.
+        begin = text.rfind(_ANSWER) + len(_ANSWER)
+        encoded = self.encode(text)
+        after = (n for n, (at, _) in zip(encoded.ids, encoded.spans, strict=True) if at >= begin)
+        return next((number for number in after if number in self._special), None)
 
 
 def _read_tokenizer(path: Path):

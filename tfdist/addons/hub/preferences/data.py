@@ -69,26 +69,36 @@ class Pairs:
             size: The pairs of a global batch.
             ranks: The ranks with different rows, none of which may have a half of a pair.
             seed: Of the order, for training on whole batches; None for the given order, with a smaller last
-                batch of a multiple of `ranks`.
+                batch. Pairs without weight make that a multiple of `ranks`.
         """
-        count = len(self) if seed is not None else len(self) // ranks * ranks
-        arrays = tuple(getattr(self, field.name)[:count] for field in dataclasses.fields(self))
-        data = tf.data.Dataset.from_tensor_slices(arrays)
+        count, rest = len(self), -len(self) % ranks if seed is None else 0
+        arrays = [
+            np.pad(each, [(0, rest), *[(0, 0)] * (each.ndim - 1)])
+            for each in (getattr(self, field.name) for field in dataclasses.fields(self))
+        ]
+        arrays[1][count:, :, 0] = 1  # Attention needs a token.
+        # The mean over all pairs, with those of padding, is that over the others.
+        weights = np.full(count, (count + rest) / count, "float32")
+        arrays.append(np.pad(weights, (0, rest)))
+        data = tf.data.Dataset.from_tensor_slices(tuple(arrays))
         if seed is not None:
             data = data.shuffle(count, seed=seed, reshuffle_each_iteration=True)
         return data.batch(size, drop_remainder=seed is not None).map(_labelled).prefetch(2)
 
 
-def _labelled(ids, masks, targets, trained, references):
+def _labelled(ids, masks, targets, trained, references, weights):
     """Inputs and labels of some pairs, with their rows one after the other."""
     length = ids.shape[-1]
     # Each token of a chosen row but the first one, in the mean over those of the batch.
     has_next = tf.pad(tf.cast(masks[..., 1:], tf.float32), [[0, 0], [0, 0], [0, 1]])
-    likelihood = has_next * tf.constant([[[1.0], [0.0]]])
-    pairs = tf.cast(tf.shape(ids)[0], tf.float32)
+    is_pair = tf.cast(weights > 0, tf.float32)
+    likelihood = has_next * tf.constant([[[1.0], [0.0]]]) * is_pair[:, None, None]
+    pairs = tf.reduce_sum(is_pair)
     likelihood *= pairs / tf.maximum(tf.reduce_sum(likelihood), 1.0)
     references = tf.broadcast_to(references[..., None], tf.shape(ids))
-    labels = tf.stack([tf.cast(targets, tf.float32), trained, likelihood, references], axis=-1)
+    weights = tf.broadcast_to(weights[:, None, None], tf.shape(ids))
+    each = [tf.cast(targets, tf.float32), trained, likelihood, references, weights]
+    labels = tf.stack(each, axis=-1)
     inputs = {"token_ids": ids, "padding_mask": masks}
     inputs = {name: tf.reshape(each, [-1, length]) for name, each in inputs.items()}
     return inputs, tf.reshape(labels, [-1, length, labels.shape[-1]])

@@ -6,10 +6,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 from tfdist.addons.monitoring.intervals import Interval, common, length, union
-from tfdist.addons.monitoring.monitor.call_columns import CallColumns
 from tfdist.addons.monitoring.monitor.watch import Execution
 from tfdist.backend.clock.rows import Row
 from tfdist.backend.clock.stamps import Timed
@@ -167,12 +165,12 @@ def _in_step(stamps: Iterable[float], start: float) -> Iterable[float]:
 
 def _calls(row: Row, start: float) -> list[Call]:
     found, numbers = [], row.numbers
-    for places in cast(CallColumns, row.columns).calls:
-        column, begin, end = places.column, numbers[places.begin], numbers[places.end]
+    for begins_at, ends_at, size_at in row.columns.calls:
+        column, begin, end = row.columns[begins_at], numbers[begins_at], numbers[ends_at]
         if not start <= begin <= end:
             continue  # The call is in a branch that was not taken.
         sends = _sends(column.name.partition("/")[0], len(column.ranks))
-        size = column.size if places.size is None else numbers[places.size]
+        size = column.size if size_at is None else numbers[size_at]
         sent = float(size or 0) * sends
         found.append(
             Call(column.name, column.lane, begin, end, sent, column.in_background, column.ranks)

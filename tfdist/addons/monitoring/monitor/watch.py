@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from tfdist.addons.monitoring.monitor.call_columns import CallColumns
 from tfdist.addons.monitoring.monitor.flops import Flops, count_flops
 from tfdist.addons.monitoring.monitor.input_waits import note_waits, watch_iterators
 from tfdist.addons.monitoring.monitor.train_calls import watch_calls
@@ -237,7 +236,7 @@ class Watch:
 
     def _finish(self, stamps: Stamps, data, logs) -> None:
         row = stamps.row()
-        columns = CallColumns(stamps.columns)
+        columns = Columns(stamps.columns)
         if tf.executing_eagerly():
             self._eager_rows.append(Row(columns, row.numpy()))
             self._spec = data
