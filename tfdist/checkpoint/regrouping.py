@@ -133,16 +133,18 @@ def _spread(entry: Entry) -> _Spread | None:
 def _exchange(some: Sequence[_Spread], group: Group) -> Iterator[tuple[Entry, np.ndarray]]:
     """Sends and receives the parts of some arrays."""
     parts: list[tuple[int, np.ndarray]] = []
+    # TensorFlow's engine sends bytes as int32.
+    is_wide = all(tf.as_dtype(spread.entry.dtype).size % 4 == 0 for spread in some)
+    unit = np.int32 if is_wide else np.uint8
     for spread in some:
         value = stored_value(spread.entry.variable).numpy().reshape(-1)
         first, _ = spread.held(group.rank)
         parts += [
-            (rank, value[b - first : e - first].view(np.uint8))
-            for rank, b, e in spread.exchanged[0]
+            (rank, value[b - first : e - first].view(unit)) for rank, b, e in spread.exchanged[0]
         ]
     parts.sort(key=lambda part: part[0])
     splits = [sum(part.size for to, part in parts if to == rank) for rank in range(group.size)]
-    buffer = np.concatenate([np.zeros(0, np.uint8), *(part for _, part in parts)])
+    buffer = np.concatenate([np.zeros(0, unit), *(part for _, part in parts)])
     answer, _ = all_to_all(buffer, group, tf.constant(splits, tf.int32), name="checkpoint/parts")
     received, place = answer.numpy(), 0
     values = [
@@ -153,7 +155,7 @@ def _exchange(some: Sequence[_Spread], group: Group) -> Iterator[tuple[Entry, np
     every = [(rank, n, b, e) for n, spread in enumerate(some) for rank, b, e in spread.exchanged[1]]
     for _, number, begin, end in sorted(every):
         first, _ = some[number].written(group.rank)
-        part = values[number][begin - first : end - first].view(np.uint8)
+        part = values[number][begin - first : end - first].view(unit)
         part[:] = received[place : place + part.size]
         place += part.size
     for spread, value in zip(some, values, strict=True):

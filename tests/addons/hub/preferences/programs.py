@@ -184,7 +184,7 @@ def with_a_long_prompt(folder: str) -> str:
 
 
 def evaluated(kind: str, ranks: list[int]) -> list[float]:
-    """The loss of five pairs in batches of 4, of which the last is completed for some ranks."""
+    """The loss of five pairs in a batch, which is completed for some ranks."""
     from tfdist.addons.hub.preferences.data import Pairs
     from tfdist.launch.finetune.preferences import PreferenceOptions
 
@@ -193,7 +193,7 @@ def evaluated(kind: str, ranks: list[int]) -> list[float]:
     given = PreferenceOptions(preference=kind)
     found = Pairs.of([*pairs(), pairs()[1]], LENGTH)
     model.compile(loss=given.loss(WORDS, 5), weighted_metrics=None)
-    return [model.evaluate(found.batches(4 * each, ranks=each), verbose=0) for each in ranks]
+    return [model.evaluate(found.batches(12, ranks=each), verbose=0) for each in ranks]
 
 
 def as_trl(golden: str, folder: str, options: dict | None, kind: str, steps: int, rate: float):
