@@ -36,7 +36,7 @@ def _call(self, *args, original, **kwargs):
         return call_gathered(original, self, *args, **kwargs)
     flat = tf.nest.flatten((args, kwargs))
     places = [place for place, value in enumerate(flat) if _may_be_empty(value)]
-    if replica.strategy.row_group.size == 1 or not places:
+    if (replica.strategy.row_group.size == 1 and not replica.cuts) or not places:
         return call_gathered(original, self, *args, **kwargs)
     rows = tf.shape(flat[places[0]])[0]
     for place in places:

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.sharding.layout import update_layout
+from tfdist.sharding.updates import unwrapped
 from tfdist.step.context import current_replica, role_of
 
 
@@ -70,7 +71,7 @@ class BiasState:
         step = None if replica is None else replica.step
         if step is None:
             return 1
-        optimizer = getattr(step.model, "optimizer", None)
+        optimizer = unwrapped(getattr(step.model, "optimizer", None))
         accumulated = getattr(optimizer, "gradient_accumulation_steps", None) or 1
         if accumulated != self._steps:
             raise ValueError(

@@ -213,7 +213,7 @@ def _added(total: list[tf.Tensor], more: list[tf.Tensor], same_rows: bool) -> li
 def _gradient(total: list[tf.Tensor], same_rows: bool):
     """The gradient in the form that optimizers accept."""
     if len(total) > 1:
-        if same_rows:
+        if same_rows and tf.is_symbolic_tensor(total[1]):
             mark_independent(total[1])
         return tf.IndexedSlices(total[0], total[1], *total[2:])
     return total[0] if total else None

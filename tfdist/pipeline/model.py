@@ -9,7 +9,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.provenance import with_provenance
-from tfdist.backend.keras.attributes import count_batch, loss_tracker, own_metrics
+from tfdist.backend.keras.attributes import (
+    count_batch,
+    loss_tracker,
+    model_strategy,
+    own_metrics,
+)
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
@@ -84,8 +89,14 @@ class PipelineModel(keras.Model):
         checks.boolean("timed", timed)
         checks.text("name", name, optional=True)
         chain = Chain(model, input_shape)
-        super().__init__(name=name or f"{chain.model.name}_pipeline")
+        _check_steps(chain.model)
+        super().__init__(
+            name=name or f"{chain.model.name}_pipeline", dtype=chain.model.dtype_policy
+        )
         strategy = current_strategy()
+        if strategy is not None:
+            # A model that was made outside of the scope has none, and ranks would save it without each other.
+            model_strategy.set(chain.model, strategy)
         engine = LocalEngine() if strategy is None else strategy.engine
         axes = engine.mesh.stage_axes
         group = engine.group(*axes)
@@ -175,6 +186,7 @@ class PipelineModel(keras.Model):
         super().compile(*args, **kwargs)
         # Checked here, on all ranks, because only the last stage computes the loss.
         check_micro_batches(self.loss, self._runtime.schedule.num_microbatches, self.name)
+        _check_trained(self.partition)  # Layers may have been frozen since.
         # Layers may have got more weights since, by LoRA.
         self._runtime.placement.renew()
         self._runtime.text = None
@@ -217,6 +229,11 @@ class PipelineModel(keras.Model):
 
     def train_step(self, data):
         """One update from this rank's rows."""
+        if tf.executing_eagerly() and self._runtime.group.engine.name == "tensorflow":
+            raise ValueError(
+                "run_eagerly=True is not supported in a pipeline on TensorFlow's engine, whose eager messages "
+                f"wait for each other. Received: `{self.name}`. Use HorovodStrategy."
+            )
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         gradients = self._runtime.train(self, x, (y, sample_weight))
         variables = self.trainable_variables
@@ -314,6 +331,18 @@ class PipelineModel(keras.Model):
         """Adds the losses of this rank's layers; the last stage counts the rows."""
         total = loss_tracker(self).total
         total.assign_add(tf.cast(extra, total.dtype) * tf.cast(rows, total.dtype))
+
+
+def _check_steps(model: keras.Model) -> None:
+    """Raises ValueError if a model has steps or losses of its own, which its layers do not have."""
+    for name in ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics"):
+        home = getattr(type(model), name).__module__.partition(".")[0]
+        if home not in ("keras", "keras_hub", "tfdist"):
+            raise ValueError(
+                f"A pipeline has the layers of a model, and not its methods. Received: `{model.name}`, a "
+                f"{type(model).__name__} with its own `{name}`. Pass keras.Model(model.inputs, model.outputs), "
+                "and the loss to `compile`."
+            )
 
 
 def _check_trained(partition: Partition) -> None:

@@ -20,7 +20,7 @@ from tfdist.pipeline.schedules import Schedule
 from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram, trace_stage
 from tfdist.sharding.layout import layout_of
-from tfdist.step.context import current_step, current_strategy
+from tfdist.step.context import current_replica, current_step, current_strategy
 from tfdist.step.keras_step import Divisors
 from tfdist.utils.temporary import attributes_set
 
@@ -88,7 +88,12 @@ class PipelineRuntime:
         guard = guard_of(model)
         if guard is not None and self.last_stage in self.stages:
             with tf.control_dependencies(guard.end_step()):
-                gradients = tf.nest.map_structure(tf.identity, gradients, expand_composites=True)
+                gradients = {
+                    key: None
+                    if each is None
+                    else tf.nest.map_structure(tf.identity, each, expand_composites=True)
+                    for key, each in gradients.items()
+                }
         return to_shards(gradients)
 
     @contextlib.contextmanager
@@ -164,14 +169,18 @@ class PipelineRuntime:
                     tensors |= segment(tensors, False, losses)
                 total = self._extra_loss(stage, losses)
                 if total is not None:
-                    extra.append(total * tf.cast(part, total.dtype))
+                    extra.append(tf.math.multiply_no_nan(total, tf.cast(part, total.dtype)))
                 if stage == self.last_stage:
                     return {number: tensors[number] for number in self.chain.outputs}
                 return self.chain.packed(tensors, _specs(route, route.leads[stage + 1], None))
 
             return run
 
-        with self._whole_parameters():
+        replica = current_replica()
+        cutting = (
+            contextlib.nullcontext() if replica is None else attributes_set(replica, cuts=True)
+        )
+        with self._whole_parameters(), cutting:
             outputs = run_forward(
                 {stage: stage_function(stage) for stage in self.stages},
                 self.schedule.num_stages,

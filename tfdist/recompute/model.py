@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.rematerialize import Region
 from tfdist.backend.keras.attributes import attention_core
-from tfdist.backend.keras.private import all_layers, in_stateless_scope
+from tfdist.backend.keras.private import all_layers, copy_keras_masks, in_stateless_scope
 from tfdist.pipeline.costs import check_costs
 from tfdist.recompute.policies import COSTS, POLICIES, choose_runs
 from tfdist.utils import checks
@@ -129,7 +129,9 @@ def _wrap(owner, name: str, current: _Current, *, begins: bool, ends: bool) -> N
         if ends and region is not None:
             current.region = None
             if region.graph is tf.compat.v1.get_default_graph():
-                outputs = region.end(outputs)
+                ended = region.end(outputs)
+                copy_keras_masks(outputs, ended)
+                return ended
         return outputs
 
     setattr(owner, name, call)
@@ -152,6 +154,7 @@ def _begin(anchor: tf.Variable, args, kwargs) -> tuple:
     # A trained variable for the tape, so that the backward pass reaches the region even if nothing before
     # it has a gradient.
     _, *entered = enter(tf.convert_to_tensor(anchor), *[flat[place] for place in places])
+    copy_keras_masks([flat[place] for place in places], entered)
     for place, tensor in zip(places, entered, strict=True):
         flat[place] = tensor
     region = Region()

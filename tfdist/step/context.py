@@ -129,6 +129,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         gradients_are_global: Whether the user declares the gradients for `optimizer.apply` global.
         sums_gradients: Whether `all_reduce` reduces. Keras calls it for gradients right before an update,
             when they are global already.
+        cuts: Whether rows are cut into micro-batches, of which some may have none.
         has_padding: Whether this rank has no rows, and computes with a row of padding: a bool tensor. None
             if nothing is padded.
         tokens: How sequences in the arguments of the function are split; None if each rank has whole ones,
@@ -153,6 +154,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self.gradients_are_global = False
         self.num_gathers = 0
         self.sums_gradients = True
+        self.cuts = False
         self.has_padding: tf.Tensor | None = None
         self._row_group = group
 

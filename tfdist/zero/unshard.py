@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.backend.graph.rematerialize import Region, replace
 from tfdist.backend.graph.split import CHEAP
-from tfdist.backend.keras.private import get_keras_mask, in_stateless_scope, set_keras_mask
+from tfdist.backend.keras.private import copy_keras_masks, in_stateless_scope
 from tfdist.zero.sharded_gradients import shard_gradients
 from tfdist.zero.sharded_variable import (
     ShardedVariable,
@@ -50,10 +50,7 @@ def call_gathered(original, self, *args, **kwargs):
     with gathered(self.path or self.name, sharded, inputs) as leave:
         outputs = original(self, *args, **kwargs)
     left = leave(outputs)
-    for before, after in zip(tf.nest.flatten(outputs), tf.nest.flatten(left), strict=True):
-        mask = get_keras_mask(before)
-        if after is not before and mask is not None:
-            set_keras_mask(after, mask)
+    copy_keras_masks(outputs, left)
     return left
 
 

@@ -109,7 +109,8 @@ def main() -> None:
         atexit.register(cluster.shutdown)
         threading.Timer(config["joins"], join, [cluster.address]).start()
     else:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        # Not a cluster that another test has left.
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     # Ray's types are those of its former version.
     library: Any = ray.train
     result: Any = TensorflowTrainer(

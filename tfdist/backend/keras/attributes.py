@@ -110,6 +110,7 @@ metric_function = Attribute("_fn", keras.metrics.MeanMetricWrapper)
 compile_loss = Attribute("_compile_loss", TensorFlowTrainer)
 compile_metrics = Attribute("_compile_metrics", TensorFlowTrainer)
 loss_tracker = Attribute("_loss_tracker", TensorFlowTrainer)
+model_strategy = Attribute("_distribute_strategy", TensorFlowTrainer)
 # A method. `metrics` goes through the layers too.
 own_metrics = Attribute("_get_own_metrics", TensorFlowTrainer)
 # The first epoch of `fit`, as set by Keras' BackupAndRestore.
@@ -144,7 +145,10 @@ def loss_variables(model) -> set[int]:
 
 def count_batch(model, y, y_pred, sample_weight, rows):
     """Computes the loss of `compile`, and updates the loss metric and the metrics without reading them."""
-    loss = compile_loss(model)(y, y_pred, sample_weight)
+    compute = compile_loss(model)
+    loss = None if compute is None else compute(y, y_pred, sample_weight)
+    if loss is None:
+        loss = keras.ops.zeros(())  # There may be losses of layers.
     loss_tracker(model).update_state(loss, sample_weight=rows)
     if compile_metrics(model) is not None:
         compile_metrics(model).update_state(y, y_pred, sample_weight)

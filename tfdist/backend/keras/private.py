@@ -62,6 +62,14 @@ def all_layers(model: keras.Layer, **options) -> list[keras.Layer]:
     return model._flatten_layers(**options)
 
 
+def copy_keras_masks(before: Any, after: Any) -> None:
+    """Gives tensors of a nest the masks of those of another one."""
+    for old, new in zip(keras.tree.flatten(before), keras.tree.flatten(after), strict=True):
+        mask = get_keras_mask(old)
+        if new is not old and mask is not None:
+            set_keras_mask(new, mask)
+
+
 #: Functions that are called, or overridden on an instance, and their first parameters.
 _CALLED = (
     (keras.Layer, "_flatten_layers", ("self", "include_self", "recursive")),

@@ -1,0 +1,164 @@
+"""Models that were made elsewhere, wrapped by `PipelineModel`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+X = np.random.default_rng(3).normal(size=(33, 6)).astype("float32")
+
+
+def scope():
+    import tfdist
+    from tfdist.testing import strategy
+
+    return strategy(tfdist.Mesh(data=1, pipeline=2)).scope()
+
+
+def pipeline(model, count: int = 2, **options):
+    import tfdist
+
+    with scope():
+        found = tfdist.pipeline.PipelineModel(model, num_microbatches=count)
+        found.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+    return found
+
+
+def chain(*more) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(6) for _ in range(4)]
+    return keras.Sequential([keras.Input((6,)), *layers, *more])
+
+
+def made_outside_of_the_scope(file: str) -> float:
+    """The loss of a model whose weights are saved."""
+    model = pipeline(chain())
+    model.fit(X[:32], X[:32], epochs=2, verbose=0)
+    model.save_weights(file)
+    return model.evaluate(X, X, verbose=0)
+
+
+def loaded(file: str) -> float:
+    model = chain()
+    model.compile("sgd", "mse")
+    model.load_weights(file)
+    return model.evaluate(X, X, verbose=0)
+
+
+class WithLoss(keras.Model):
+    """A model with a loss of its own."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(y_pred)
+
+
+class Penalty(keras.layers.Layer):
+    """Adds a loss that is not defined without rows."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+class Unused(keras.layers.Layer):
+    """Has a weight without a gradient."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), name="unused")
+        self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+
+    def call(self, x):
+        return x * self.factor
+
+
+class Positions(keras.layers.Layer):
+    """Ids that do not depend on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = keras.layers.Embedding(9, 4), keras.layers.Embedding(6, 4)
+
+    def build(self, shape):
+        for layer in (self.tokens, self.places):
+            layer.build()
+
+    def call(self, ids):
+        return self.tokens(ids) + self.places(keras.ops.arange(6))
+
+
+def with_a_loss_of_its_own() -> str:
+    layers = chain()
+    return _said(lambda: pipeline(WithLoss(layers.inputs, layers.outputs)))
+
+
+def frozen_later() -> str:
+    layers = chain()
+    model = pipeline(layers)
+    for layer in layers.layers[:-1]:
+        layer.trainable = False
+    return _said(lambda: model.compile("sgd", "mse"))
+
+
+def _said(call) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def without_a_loss(on_ranks: bool) -> Any:
+    """Only the losses of layers; the last batch has a row for eight micro-batches."""
+    model = chain(Penalty())
+    if on_ranks:
+        model = pipeline(model, 8, loss=None)
+    else:
+        model.compile("sgd")
+    history = model.fit(X[:32], batch_size=16, epochs=2, verbose=0, shuffle=False).history
+    return history["loss"], model.evaluate(X, batch_size=16, verbose=0)
+
+
+def with_an_unused_weight() -> float:
+    import tfdist
+
+    callbacks = [tfdist.callbacks.TerminateOnNonFinite()]
+    model = pipeline(chain(Unused()))
+    return model.fit(X[:32], X[:32], verbose=0, callbacks=callbacks).history["loss"][0]
+
+
+def positions(on_ranks: bool) -> float:
+    keras.utils.set_random_seed(1)
+    layers = [Positions(), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+    if on_ranks:
+        model = pipeline(model, run_eagerly=True)
+    else:
+        model.compile("sgd", "mse")
+    ids = np.random.default_rng(1).integers(0, 9, (32, 6))
+    history = model.fit(ids, X[:32, :3], batch_size=16, epochs=2, verbose=0, shuffle=False).history
+    return history["loss"]
+
+
+def policy_of_the_model() -> str:
+    layers = chain()
+    model = keras.Model(layers.inputs, layers.outputs)
+    model.dtype_policy = keras.DTypePolicy("mixed_float16")
+    return type(pipeline(model).optimizer).__name__
+
+
+def masked(recomputed: bool) -> list[float]:
+    """The losses of a block that receives its mask with its input."""
+    import tfdist
+
+    keras.utils.set_random_seed(1)
+    lstm = keras.layers.Bidirectional(keras.layers.LSTM(4))
+    embedding = keras.layers.Embedding(9, 5, mask_zero=True)
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), embedding, lstm])
+    model.add(keras.layers.Dense(3))
+    if recomputed:
+        tfdist.recompute.recompute(lstm)
+    model.compile("sgd", "mse")
+    ids = np.sort(np.random.default_rng(1).integers(0, 9, (32, 6)))[:, ::-1] % 7
+    return model.fit(ids, X[:32, :3], epochs=3, verbose=0, shuffle=False).history["loss"]
