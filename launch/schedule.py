@@ -71,12 +71,13 @@ def _main(options: ScheduleOptions) -> int:
     kinds = {Action.FORWARD, Action.BACKWARD} | (
         {Action.WEIGHT} if schedule.splits_backward else set()
     )
+    ratio = played.idle_share / (1 - played.idle_share)
     print(as_text(schedule))
     print()
     print(f"{legend(kinds)}; . idle")
     print(
         f"If a forward pass and each half of a backward pass take equal time, ranks are idle for "
-        f"{played.idle_share:.1%} of the step, or {played.idle_over_ideal:.1%} of their compute time."
+        f"{played.idle_share:.1%} of the step, or {ratio:.1%} of their compute time."
     )
     held = ", ".join(str(held_microbatches(schedule, rank)) for rank in range(schedule.num_ranks))
     print(f"Peak number of micro-batches whose activations a rank stores, by rank: {held}.")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tfdist.launch.flags.quiet import quiet_start
 from tfdist.launch.install_horovod import cuda_packages
+from tfdist.launch.install_horovod.digests import write_digest
 from tfdist.launch.install_horovod.native_build import install_native
 from tfdist.launch.install_horovod.prerequisites import (
     GLOO_ONLY,
@@ -31,7 +32,7 @@ from tfdist.launch.install_horovod.prerequisites import (
     with_scripts,
 )
 from tfdist.launch.sessions import run_in_session
-from tfdist.runtime.digests import matches_digest, write_digest
+from tfdist.runtime.digests import matches_digest
 from tfdist.runtime.horovod_variables import find_nccl
 from tfdist.utils.errors import TfdistError
 

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tfdist.launch.flags.quiet import quiet_start
+from tfdist.launch.install_horovod.digests import write_digest
 from tfdist.launch.install_horovod.prerequisites import find_compiler, with_scripts
 from tfdist.launch.sessions import run_in_session
-from tfdist.runtime.digests import matches_digest, write_digest
+from tfdist.runtime.digests import matches_digest
 from tfdist.utils.lazy import find_addon
 
 

@@ -38,6 +38,9 @@ def _check_finite(self, grads, *, original):
     replica = current_replica()
     if replica is None:
         return finite
+    if replica.step is not None and not replica.step.is_even:
+        # A rank without rows computes with one of zeros, whose gradients have no weight.
+        finite = tf.logical_or(finite, tf.equal(replica.step.rows, 0))
     group, local = replica.strategy.group(), self.inner_optimizer
     if isinstance(local, LocalSteps):
         # Local steps are skipped separately, and the ranks synchronize at the same step.

@@ -47,10 +47,7 @@ def _apply(self, grads, trainable_variables=None, *, original):
         grads, origins = origins_of(grads, variables, replica)
         path = GradientPath(replica, self, variables, origins)
         with path.current():
-            grads = path.weigh(grads)
-            if path.accumulates_global():
-                grads = path.reduce(grads)
-            return original(self, grads, trainable_variables)
+            return original(self, path.weigh(grads), trainable_variables)
 
 
 @PATCHES.of(BaseOptimizer, "apply_gradients")

@@ -92,7 +92,7 @@ def _under_way(kind: str, original: Callable, model, *args, **kwargs) -> Iterato
         stack.enter_context(out_of_memory(model))
         stack.enter_context(hooked(fit, hooks))
         if strategy is not None:
-            _prepare_callbacks(strategy, arguments, training=kind == "fit")
+            _prepare_callbacks(strategy, arguments, stack, training=kind == "fit")
         if kind == "fit" and strategy_of(model) is not None:
             trace_if_changed(model, hooks)
         if kind == "predict" and strategy is not None:
@@ -135,13 +135,19 @@ def _maybe_symbolic_build(self, iterator=None, data_batch=None, *, original):
         return None
 
 
-def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:
-    """Sets the callbacks and the verbosity of this rank, and whether logs of batches are reduced."""
+def _prepare_callbacks(
+    strategy, arguments: dict, stack: contextlib.ExitStack, *, training: bool
+) -> None:
+    """Sets the callbacks and the verbosity of this rank, and whether logs of batches are reduced, until the end."""
     given = list(tf.nest.flatten(arguments["callbacks"] or []))
     check_callbacks(given, arguments["self"])
     wanted = reads_batch_logs(given) or arguments["verbose"] in (1, "auto")
     anywhere = all_reduce(tf.constant(wanted), strategy.group(), "max", name="reads-batch-logs")
-    strategy.extended.batch_logs_read.assign(anywhere)
+    is_read = strategy.extended.batch_logs_read
+    stack.callback(
+        is_read.assign, is_read.numpy()
+    )  # This call may be in a callback of another one.
+    is_read.assign(anywhere)
     arguments["callbacks"] = callbacks_of_rank(given, strategy, training=training)
     if not strategy.is_chief:
         arguments["verbose"] = 0

@@ -12,8 +12,12 @@ from tfdist import models
 from tfdist.backend.keras.functional import initialize_weights, is_deferred
 from tfdist.pipeline import deferred_weights
 from tfdist.pipeline.chain import Chain
-from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import balance, make_partition
+
+
+def _measured(chain, **options) -> list[float]:
+    monitoring = pytest.importorskip("tfdist.addons.monitoring")
+    return monitoring.measure_seconds(chain, **options)
 
 
 def dearest(costs, ends):
@@ -193,7 +197,7 @@ def test_measured_costs_see_what_takes_long():
     layers = [keras.Input((1024,)), keras.layers.Dense(1024), keras.layers.BatchNormalization()]
     layers += [keras.layers.Dense(1024), keras.layers.Dense(8), keras.layers.Dense(8)]
     chain = Chain(layers)
-    seconds = measure_seconds(chain, rows=512, repeats=21)
+    seconds = _measured(chain, rows=512, repeats=21)
     assert min(seconds[0], seconds[2]) > 2 * max(seconds[3], seconds[4]) > 0
     assert all(is_deferred(v) for segment in chain.segments for v in segment.variables)
     assert make_partition(chain, 2, cost=seconds).ends[0] in (1, 2)
@@ -203,4 +207,4 @@ def test_measured_costs_see_what_takes_long():
 
 def test_only_known_shapes_can_be_measured():
     with pytest.raises(ValueError, match="Only the number of rows may be undefined"):
-        measure_seconds(Chain([keras.Input((None, 4)), keras.layers.Dense(2)]))
+        _measured(Chain([keras.Input((None, 4)), keras.layers.Dense(2)]))

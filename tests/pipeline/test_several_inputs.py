@@ -13,7 +13,6 @@ from tests.parity.comparing import allowed, apart
 from tests.parity.feeding import ORDERS
 from tests.pipeline import several
 from tfdist.pipeline.chain import Chain
-from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import make_partition
 from tfdist.utils.lazy import find_addon
 
@@ -23,6 +22,11 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 HUB = ["GPT2-lm", "OPT-lm", "Bloom-lm", "Falcon-lm", "Llama-lm", "Mistral-lm", "Phi3-lm"]
 HUB += ["Gemma-lm", "Gemma2-lm", "Gemma3-lm", "Qwen-lm", "Qwen3-lm", "GPTNeoX-lm"]
 HUB += ["Bert", "Roberta", "ViT", "T5", "Bart", "DebertaV3", "Whisper"]
+
+
+def _measured(chain, **options) -> list[float]:
+    monitoring = pytest.importorskip("tfdist.addons.monitoring")
+    return monitoring.measure_seconds(chain, **options)
 
 
 @functools.cache
@@ -171,7 +175,7 @@ def test_sizes_that_a_model_leaves_open_may_be_given():
         ValueError, match=r"Define all other sizes in `input_shape` or the model's Input"
     ):
         make_partition(Chain(lm), 2)
-    assert all(seconds > 0 for seconds in measure_seconds(Chain(lm, (several.LENGTH,)), rows=2))
+    assert all(seconds > 0 for seconds in _measured(Chain(lm, (several.LENGTH,)), rows=2))
 
 
 REFUSALS = {

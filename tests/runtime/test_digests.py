@@ -9,12 +9,13 @@ import pytest
 from tfdist.backend.native import Library
 from tfdist.launch.install_horovod import build as horovod_build
 from tfdist.launch.install_horovod import native_build
+from tfdist.launch.install_horovod.digests import write_digest
 from tfdist.launch.install_horovod.prerequisites import (
     BuildOptions,
     PrerequisiteError,
     check_interpreter,
 )
-from tfdist.runtime.digests import matches_digest, write_digest
+from tfdist.runtime.digests import matches_digest
 
 
 def damage_end(path):

@@ -40,7 +40,6 @@ INNER = [
     "tfdist.watchdog.watchdog.Watchdog",
     "tfdist.watchdog.watchdog.startup_guard",
     "tfdist.pipeline.chain.Chain",
-    "tfdist.pipeline.costs.measure_seconds",
     "tfdist.pipeline.partition.make_partition",
     "tfdist.strategies.parallel.ParallelStrategy",
 ]

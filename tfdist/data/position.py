@@ -124,7 +124,8 @@ class DataPosition:
         resume, self._resume = self._resume, None
         self.done_before = resume.batch
         state, source = resume.state, self._source
-        attributes.num_batches.set(source, state["batches"] or attributes.num_batches(source))
+        # The data may have grown.
+        attributes.num_batches.set(source, attributes.num_batches(source) or state["batches"])
         # Without `steps_per_epoch` every epoch creates a new iterator.
         lasts = state["taken"] is not None and bool(resume.in_epoch or source.steps_per_epoch)
         rows = global_rows(attributes.distributed_dataset(source))

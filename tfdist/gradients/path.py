@@ -24,6 +24,7 @@ from tfdist.gradients.stage import Position, Stages
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.updates import needs_rows
 from tfdist.step.context import ReplicaContext, current_replica
+from tfdist.utils.places import replace_at
 from tfdist.utils.temporary import attributes_set
 
 
@@ -60,15 +61,14 @@ class GradientPath:
         kept = [place for place, item in enumerate(self._items(found)) if item.is_gradient]
         self._variables = [self._variables[place] for place in kept]
         self._origins = [self._origins[place] for place in kept]
+        if self._optimizer.gradient_accumulation_steps and self._strategy.zero_stage >= 2:
+            # Reduced before they are accumulated.
+            replace_at(found, kept, self.reduce([found[place] for place in kept]))
         return found
 
     def _items(self, gradients: Sequence) -> list[GradientItem]:
         rows = needs_rows(self._optimizer)
         return items_of(gradients, self._variables, self._origins, self._replica, rows)
-
-    def accumulates_global(self) -> bool:
-        """Whether gradients are reduced before they are accumulated."""
-        return bool(self._optimizer.gradient_accumulation_steps) and self._strategy.zero_stage >= 2
 
     def accumulated(self, gradients: Sequence) -> list:
         """The gradients of an update, after the stages of UPDATE."""

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.functional import is_deferred, trace_graph
-from tfdist.collectives import Group
-from tfdist.collectives.objects import all_gather_object
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.segment import Segment
 from tfdist.utils import checks
+from tfdist.utils.lazy import require_addon
 
-#: Far more than the rows of a micro-batch, and than a median needs.
-_MAX_ROWS = 1 << 20
-_MAX_REPEATS = 10_000
 #: Operations whose result is their first input, or the one of the same index, in another shape.
 _ALIASES = (
     "ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshape", "Squeeze", "StopGradient",
@@ -48,7 +42,8 @@ def segment_costs(
     if given == "flops":
         return tuple(map(float, chain.flops()))
     if given == "seconds":
-        return tuple(measure_seconds(chain))
+        monitoring = require_addon("monitoring", 'cost="seconds"')
+        return tuple(monitoring.measure_seconds(chain))
     return tuple(float(segment.parameters) for segment in chain.segments)
 
 
@@ -82,38 +77,6 @@ def check_costs(
     return tuple(map(float, numbers))
 
 
-def measure_seconds(
-    chain: Chain, group: Group | None = None, *, rows: int = 8, repeats: int = 5
-) -> list[float]:
-    """The measured time of a forward and a backward pass of each segment.
-
-    Weights without values are replaced by zeros, so that only the measured segment takes memory.
-
-    Args:
-        chain: The chain. Of the inputs of its segments only the number of rows may be undefined.
-        group: The ranks that must get the same result, which all call this: the mean over ranks.
-        rows: The number of rows of the inputs; that of a micro-batch for an exact result.
-        repeats: How many times each segment runs; the result is the median.
-
-    Returns:
-        Seconds, for each segment.
-
-    Raises:
-        ValueError: An input of a segment has a dim of unknown size.
-    """
-    checks.instance("chain", chain, Chain, "a Chain")
-    checks.instance("group", group, Group, "a Group, as of `strategy.group()`", optional=True)
-    rows = checks.integer("rows", rows, minimum=1, maximum=_MAX_ROWS)
-    repeats = checks.integer("repeats", repeats, minimum=1, maximum=_MAX_REPEATS)
-    chain.check_known_shapes("the measurement of segments")
-    specs = chain.specs(rows)
-    found = [_seconds(each, each.arguments(specs), repeats) for each in chain.segments]
-    if group is None or group.size == 1:
-        return found
-    every = all_gather_object(found, group, name="pipeline/costs")
-    return [statistics.fmean(seconds) for seconds in zip(*every, strict=True)]
-
-
 def training_graph(
     segment: Segment, specs: Sequence[tf.TensorSpec]
 ) -> tuple[tf.Graph, list[tf.Tensor], int]:
@@ -130,7 +93,7 @@ def training_graph(
 
     def step(*tensors):
         marks["read"] = list(tensors[: len(specs)])
-        return _forward_and_backward(segment, marks["read"], tensors[len(specs) :], marks)
+        return forward_and_backward(segment, marks["read"], tensors[len(specs) :], marks)
 
     values = [tf.TensorSpec(v.shape, v.dtype) for v in segment.deferred_variables]
     graph = trace_graph(step, [*specs, *values])
@@ -163,7 +126,7 @@ def bytes_of(tensor: tf.Tensor) -> int:
     return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
-def _forward_and_backward(segment: Segment, x: Sequence, values: Sequence, marks: dict) -> list:
+def forward_and_backward(segment: Segment, x: Sequence, values: Sequence, marks: dict) -> list:
     """The gradients of a segment's inputs and weights; `values` are those of deferred weights."""
     with tf.GradientTape() as tape:
         sources = [source for source in (*x, *values) if source.dtype.is_floating]
@@ -179,18 +142,3 @@ def _forward_and_backward(segment: Segment, x: Sequence, values: Sequence, marks
     made = [tensor for tensor in keras.tree.flatten(y) if tensor.dtype.is_floating]
     gradients = tape.gradient(made, sources) if made else []
     return [gradient for gradient in gradients if gradient is not None]
-
-
-def _seconds(segment: Segment, specs: Sequence[tf.TensorSpec], repeats: int) -> float:
-    x = [
-        (tf.random.normal if spec.dtype.is_floating else tf.zeros)(spec.shape, dtype=spec.dtype)
-        for spec in specs
-    ]
-    values = [tf.zeros(variable.shape, variable.dtype) for variable in segment.deferred_variables]
-    step = tf.function(lambda x, values: _forward_and_backward(segment, x, values, {}))
-    times = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        step(x, values)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])

@@ -9,18 +9,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.provenance import with_provenance
-from tfdist.backend.keras.attributes import (
-    count_batch,
-    loss_tracker,
-    model_strategy,
-    own_metrics,
-)
+from tfdist.backend.keras import attributes
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
 from tfdist.layers.whole_batch import check_micro_batches
 from tfdist.pipeline.chain import Chain
-from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.runtime import PipelineRuntime
 from tfdist.pipeline.schedules import Schedule, chosen_schedule
@@ -96,7 +90,7 @@ class PipelineModel(keras.Model):
         strategy = current_strategy()
         if strategy is not None:
             # A model that was made outside of the scope has none, and ranks would save it without each other.
-            model_strategy.set(chain.model, strategy)
+            attributes.model_strategy.set(chain.model, strategy)
         engine = LocalEngine() if strategy is None else strategy.engine
         axes = engine.mesh.stage_axes
         group = engine.group(*axes)
@@ -108,7 +102,8 @@ class PipelineModel(keras.Model):
         if cost is None:
             cost = "flops" if chain.has_known_shapes else "parameters"
         elif isinstance(cost, str) and cost == "seconds":
-            cost = measure_seconds(chain, None if strategy is None else strategy.group())
+            monitoring = require_addon("monitoring", 'cost="seconds"')
+            cost = monitoring.measure_seconds(chain, None if strategy is None else strategy.group())
         partition = make_partition(chain, group.size, plan.chunks, cut=cut, cost=cost)
         _check_trained(partition)
         self._runtime = PipelineRuntime(plan, partition, group, timed)
@@ -158,7 +153,7 @@ class PipelineModel(keras.Model):
     @property
     def metrics(self):
         """The metrics of `compile`, and those of the model itself; the same on all ranks."""
-        return own_metrics(self)()
+        return attributes.own_metrics(self)()
 
     def call(self, inputs, training=None):
         """The outputs of the whole chain, if all of it is on this rank, or for symbolic inputs."""
@@ -252,7 +247,7 @@ class PipelineModel(keras.Model):
                     for parts in zip(*outputs, strict=True)
                 ]
             )
-            count_batch(self, y, y_pred, sample_weight, rows)
+            attributes.count_batch(self, y, y_pred, sample_weight, rows)
         self._add_to_reported_loss(extra, rows)
         return self.get_metrics_result()
 
@@ -329,7 +324,7 @@ class PipelineModel(keras.Model):
 
     def _add_to_reported_loss(self, extra: tf.Tensor, rows) -> None:
         """Adds the losses of this rank's layers; the last stage counts the rows."""
-        total = loss_tracker(self).total
+        total = attributes.loss_tracker(self).total
         total.assign_add(tf.cast(extra, total.dtype) * tf.cast(rows, total.dtype))
 
 

@@ -39,11 +39,6 @@ class Run:
         """Mean idle time of ranks over the time of the step: the bubble as a share of the step."""
         return 1 - sum(self.busy) / (len(self.busy) * self.span)
 
-    @property
-    def idle_over_ideal(self) -> float:
-        """Mean idle time of ranks over their computing time: the bubble ratio of the papers."""
-        return self.idle_share / (1 - self.idle_share)
-
 
 def needs(action: Action, schedule: Schedule) -> list[Action]:
     """The actions on any rank that must end before an action."""

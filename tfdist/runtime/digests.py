@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
-
-
-def write_digest(path: Path) -> None:
-    """Writes the digest of a file into a file next to it, in the format of `sha256sum`."""
-    made = path.with_name(f"{path.name}.sha256.{os.getpid()}")
-    made.write_text(f"{_digest(path)}  {path.name}\n")
-    os.replace(made, path.with_name(f"{path.name}.sha256"))
 
 
 def matches_digest(path: Path) -> bool:
     """Whether a file matches the digest next to it; False if there is no digest."""
     try:
         stored = path.with_name(f"{path.name}.sha256").read_text(errors="replace").split()
-        return stored == [_digest(path), path.name]
+        return stored == [digest_of(path), path.name]
     except OSError:
         return False
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """The digest of a file: SHA-256, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

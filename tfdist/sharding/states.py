@@ -43,7 +43,8 @@ def average_states(states: Sequence[keras.Variable], group: Group) -> None:
     states = [state for state in states if not is_deferred(state)]
     if group.size == 1 or not states:
         return
-    values = [tf.cast(tf.convert_to_tensor(state.value), tf.float32) for state in states]
+    wire = tf.float64 if any(state.dtype == "float64" for state in states) else tf.float32
+    values = [tf.cast(tf.convert_to_tensor(state.value), wire) for state in states]
     flat = flattened(values)
     extremes = all_reduce(tf.stack([flat, -flat]), group, "max", name="layer-states/extremes")
     # Equal values must stay equal bit for bit; a mean would round them.

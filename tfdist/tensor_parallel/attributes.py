@@ -10,6 +10,8 @@ import keras
 from tfdist.backend.keras.attributes import Attribute, own_non_trainable
 from tfdist.backend.keras.private import TensorFlowTrainer
 
+# Set directly: the public setter changes the map of policies that other layers share.
+dtype_policy = Attribute("_dtype_policy", keras.Layer)
 # Without sublayers, whose variables the public list contains.
 own_trainable = Attribute("_trainable_variables", keras.Layer)
 # The packing of an int4 kernel, and its reduced dims. Before 3.14 int4 is packed differently, by inputs

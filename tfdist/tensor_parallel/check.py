@@ -17,11 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import dtype_policy, sublayers
+from tfdist.backend.keras.attributes import sublayers
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.tensor_parallel.adapters import override, per_rank_random
+from tfdist.tensor_parallel.attributes import dtype_policy
 
 #: The sizes of a generated sample that the model does not specify.
 _BATCH, _OPEN = 2, 4

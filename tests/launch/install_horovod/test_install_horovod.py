@@ -17,8 +17,8 @@ import pytest
 from tfdist.launch.install_horovod import build as horovod_build
 from tfdist.launch.install_horovod import cuda_packages
 from tfdist.launch.install_horovod import prerequisites as horovod_prerequisites
+from tfdist.launch.install_horovod.digests import write_digest
 from tfdist.launch.install_horovod.prerequisites import BuildOptions, PrerequisiteError
-from tfdist.runtime.digests import write_digest
 
 MPI = BuildOptions(mpi=True)
 NCCL = BuildOptions(gpu_operations="nccl")

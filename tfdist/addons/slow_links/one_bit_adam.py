@@ -6,11 +6,14 @@ import keras
 from keras import ops
 
 from tfdist.addons.slow_links.momentum import CompressedMomentum
-from tfdist.backend.keras.attributes import momentums, place_of, velocities
+from tfdist.backend.keras.attributes import Attribute, momentums, place_of
 from tfdist.utils import checks
 
 _MOST_STEPS = 1 << 40
 _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+
+# Private to Keras, checked here.
+_velocities = Attribute("_velocities", keras.optimizers.Adam)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -112,7 +115,7 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
 
     def _moments(self, variable) -> tuple[keras.Variable, keras.Variable]:
         place = place_of(self)(variable)
-        return momentums(self)[place], velocities(self)[place]
+        return momentums(self)[place], _velocities(self)[place]
 
     def get_config(self):
         """The arguments of the constructor."""

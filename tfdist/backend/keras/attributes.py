@@ -85,8 +85,6 @@ own_non_trainable = Attribute("_non_trainable_variables", keras.Layer)
 sublayers = Attribute("_layers", keras.Layer)
 # A method. `losses` includes those of sublayers, and regularizers.
 own_losses = Attribute("_get_own_losses", keras.Layer)
-# Set directly: the public setter changes the map of policies that other layers share.
-dtype_policy = Attribute("_dtype_policy", keras.Layer)
 # The variables: `kernel` and `embeddings` add the update of LoRA, and unpack quantized ones.
 _PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
 kernel_of = Attribute("_kernel", *_PRODUCTS)
@@ -123,7 +121,6 @@ place_of = Attribute("_get_variable_index", BaseOptimizer)
 # `iterations` only counts updates if gradients are accumulated.
 micro_steps = Attribute("_iterations", BaseOptimizer)
 momentums = Attribute("_momentums", keras.optimizers.RMSprop, keras.optimizers.Adam)
-velocities = Attribute("_velocities", keras.optimizers.Adam)
 
 # Of ModelCheckpoint, for a `fit` that resumes.
 batches_since_save = Attribute("_batches_seen_since_last_saving", keras.callbacks.ModelCheckpoint)
@@ -145,10 +142,9 @@ def loss_variables(model) -> set[int]:
 
 def count_batch(model, y, y_pred, sample_weight, rows):
     """Computes the loss of `compile`, and updates the loss metric and the metrics without reading them."""
-    compute = compile_loss(model)
-    loss = None if compute is None else compute(y, y_pred, sample_weight)
-    if loss is None:
-        loss = keras.ops.zeros(())  # There may be losses of layers.
+    # Without a loss there may be those of layers.
+    compute = compile_loss(model) or (lambda *_: keras.ops.zeros(()))
+    loss = compute(y, y_pred, sample_weight)
     loss_tracker(model).update_state(loss, sample_weight=rows)
     if compile_metrics(model) is not None:
         compile_metrics(model).update_state(y, y_pred, sample_weight)
