@@ -151,6 +151,18 @@ def split_before():
     return model
 
 
+class Penalty(keras.layers.Layer):
+    """A mean over units, of which a rank would have its own."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.abs(x)))
+        return x
+
+
+def penalized():
+    return stack(dense(8, "up"), Penalty(name="penalty"), dense(6, "down"))
+
+
 def not_a_number():
     return stack(dense(8, "up"), dense(6, "down"), keras.layers.Lambda(lambda x: x / 0.0 * 0.0))
 
@@ -183,6 +195,11 @@ ON_RANKS = {
     ),
     "a normalization of the slice": Case(
         normalized, UP_DOWN, ("does not compute the same", "output 0 differs", "unit_length")
+    ),
+    "a penalty of the slice": Case(
+        penalized,
+        UP_DOWN,
+        ("does not compute the same", "a loss that a layer adds differs", "penalty"),
     ),
     "a weight inside and outside": Case(
         scaled_inside_and_outside,

@@ -190,7 +190,7 @@ def test_a_batch_that_does_not_divide(pool, one_process, rows, lora):
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
 @pytest.mark.parametrize("options", [TENSOR, ZERO], ids=["tensor", "zero"])
-@pytest.mark.parametrize("name", ["Llama", "Llama3"])
+@pytest.mark.parametrize("name", ["Llama", "Llama3", "GptOss"])
 def test_policies(pool, one_process, name, options, dtype):
     """Half precision rounds more than the order of sums does: losses to a rounding of their own."""
     right, _ = reference(one_process, name, dtype=dtype)

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import sublayers
+from tfdist.backend.keras.attributes import own_losses, sublayers
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
 from tfdist.sharding.layout import layout_of, update_layout
@@ -128,6 +128,9 @@ class Check:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(values)
                 outputs = keras.tree.flatten(self._model(self._sample))
+                self._num_outputs = len(outputs)
+                losses = [loss for layer in all_layers(self._model) for loss in own_losses(layer)()]
+                outputs += map(tf.convert_to_tensor, losses)
                 objective = tf.add_n([_objective(n, out) for n, out in enumerate(outputs)])
             gradients = tape.gradient(objective, values)
         gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
@@ -148,12 +151,15 @@ class Check:
         for number, (found, expected) in enumerate(pairs):
             if found.shape != expected.shape:
                 shapes = f"{tuple(expected.shape)}, and has {tuple(found.shape)}"
-                return f"output {number} had the shape {shapes}"
+                return f"{self._named(number)} had the shape {shapes}"
         off = self._highest([_difference(*pair, 0.0, below=_STANDS_FOR_INFINITY) for pair in pairs])
         worst = int(np.argmax(off))
         if off[worst] > self._close:
-            return f"output {worst} differs by {off[worst]:.2g} of its size"
+            return f"{self._named(worst)} differs by {off[worst]:.2g} of its size"
         return None
+
+    def _named(self, number: int) -> str:
+        return f"output {number}" if number < self._num_outputs else "a loss that a layer adds"
 
     def _gradients_differ(self, gradients) -> str | None:
         """Compares the gradients; marks weights of which each rank computes a part."""

@@ -1,0 +1,84 @@
+"""Scripts that ended unlike one process."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+X = np.random.default_rng(3).normal(size=(41, 6)).astype("float32")
+
+
+def on(ranks: bool, **options):
+    import tfdist
+    from tfdist.testing import strategy
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
+    if ranks:
+        return strategy(tfdist.Mesh(), **options).scope()
+    return tfdist.strategies.LocalStrategy().scope()
+
+
+class Nested(keras.callbacks.Callback):
+    """Predicts without a progress bar, and then reads the logs of batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses: list[float] = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.predict(X[:4], verbose=0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(float(logs["loss"]))
+
+
+def nested_predict(ranks: bool) -> list[float]:
+    seen = Nested()
+    with on(ranks):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    model.fit(X, X[:, :3], batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[seen])
+    return seen.losses
+
+
+def head_without_a_loss(ranks: bool) -> list[float]:
+    """Gradients are accumulated, and one weight has none."""
+    with on(ranks, zero_stage=2):
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(4)(inputs)
+        outputs = [keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b")]
+        model = keras.Model(inputs, outputs)
+        optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        model.compile(optimizer, loss={"a": "mse", "b": None})
+    targets = {"a": X[:40, :1], "b": X[:40, 1:2]}
+    history = model.fit(X[:40], targets, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    return history.history["loss"]
+
+
+class Normed(keras.layers.Layer):
+    """Not defined for a row of zeros."""
+
+    def call(self, x):
+        return x / keras.ops.norm(x, axis=-1, keepdims=True)
+
+
+def scale_of_empty_ranks(ranks: bool) -> tuple[float, int]:
+    """The last of six batches has one row."""
+    with on(ranks):
+        layers = [Normed(dtype="mixed_float16"), keras.layers.Dense(3, dtype="mixed_float16")]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 16.0)
+        model.compile(optimizer, "mse")
+    model.fit(X, X[:, :3], batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return float(optimizer.dynamic_scale), int(optimizer.iterations)
+
+
+def state_in_float64(ranks: bool) -> float:
+    with on(ranks):
+        layer = keras.layers.Normalization(dtype="float64")
+        layer.adapt(1.7e9 + np.arange(7.0)[:, None])
+        model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(1.7e9 + X[:, :1].astype("float64"), X[:, :1], verbose=0)
+    return float(np.asarray(layer.adapt_mean)[0])
