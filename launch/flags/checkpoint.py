@@ -69,7 +69,7 @@ class CheckpointOptions:
         from tfdist.callbacks import Checkpointer
 
         options = {**self._interval(), "keep_last": self.keep}
-        return [Checkpointer(self.workdir, **options, batch_size=batch_size)]
+        return [Checkpointer(_expanded(self.workdir), **options, batch_size=batch_size)]
 
     def backups(self) -> list:
         """The callback for asynchronous workers, which saves after each epoch."""
@@ -77,14 +77,19 @@ class CheckpointOptions:
             return []
         import keras
 
-        folder_of_backup = os.path.join(self.workdir, "backup")
+        folder_of_backup = os.path.join(_expanded(self.workdir), "backup")
         return [keras.callbacks.BackupAndRestore(folder_of_backup, delete_checkpoint=False)]
+
+
+def _expanded(path: str) -> str:
+    """The path with the home folder in place of `~`, which shells leave after `--workdir=`."""
+    return path if is_address(path) else os.path.expanduser(path)
 
 
 def _check_workdir(path: str, is_tpu: bool) -> None:
     """Reject invalid folders, and a folder that another job uses."""
     try:
-        place = checked_directory(path, "--workdir")
+        place = checked_directory(_expanded(path), "--workdir")
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not is_address(place):

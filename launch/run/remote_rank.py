@@ -69,4 +69,7 @@ def _pass_on(pid: int) -> None:
 if __name__ == "__main__":
     # Hang-ups are detected by the end of the input.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Slurm's `scancel` signals the processes of all nodes: the launcher, too, which has the ranks save and end.
+    # Not ignored, because the rank would inherit that.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     main()

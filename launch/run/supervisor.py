@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import socket
@@ -328,11 +329,21 @@ class Supervisor:
         try:
             # sys.stdout may write only a part if a signal arrives under PYTHONUNBUFFERED.
             while text:
-                text = text[os.write(sys.stdout.fileno(), text) :]
-        except BrokenPipeError:
-            # The reader has exited, as `| head` does: end the ranks as if by a signal.
+                try:
+                    text = text[os.write(sys.stdout.fileno(), text) :]
+                except BlockingIOError:
+                    # Another program has changed the terminal that both have.
+                    select.select([], [sys.stdout], [], 1.0)
+        except OSError as error:
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            if not isinstance(error, BrokenPipeError):
+                # Such as a full disk: the job is worth more than its output.
+                with contextlib.suppress(OSError):
+                    reason = f"the output cannot be written ({error.strerror})"
+                    print(f"tfdist-run: {reason}; the job continues without it.", file=sys.stderr)
+                return
+            # The reader has exited, as `| head` does: end the ranks as if by a signal.
             self._signal = self._signal or signal.SIGPIPE
             self._forward(signal.SIGTERM)
 

@@ -193,3 +193,15 @@ def test_a_model_and_a_machine():
     assert MachineOptions(hosts=2, ranks=8).read()[1] == 8
     with pytest.raises(UsageError, match="--ranks must be a multiple of --hosts"):
         MachineOptions(hosts=3, ranks=8).read()
+
+
+def test_the_home_folder_of_a_workdir(tmp_path, monkeypatch):
+    """Shells leave `~` after `--workdir=`."""
+    from tfdist.launch.flags.checkpoint import CheckpointOptions
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = CheckpointOptions(workdir="~/run")
+    given.check(is_tpu=False)
+    assert given.callbacks(8)[0].directory == str(tmp_path / "run")
+    address = CheckpointOptions(workdir="gs://bucket/~/run")
+    assert address.callbacks(8)[0].directory == "gs://bucket/~/run"

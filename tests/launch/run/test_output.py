@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
 
 from tests.launch.jobs import HURRIED, PYTHON, TWO, assert_said, by_rank, finish, wait_for
+from tests.launch.processes import BIN
+
+RUN = [os.path.join(BIN, "tfdist-run")]
 
 
 def test_what_ranks_print_is_passed_on_behind_their_number(jobs):
@@ -107,3 +114,38 @@ def test_a_rank_that_never_stops_talking_does_not_drown_the_others(jobs):
         *TWO, *by_rank("yes", "sleep 0.3; exit 5"), program=HURRIED, stdout=subprocess.DEVNULL
     )
     assert_said(finished, 5, "rank 1 failed first, with exit code 5; the job was ended.")
+
+
+def test_a_job_outlives_its_output(tmp_path):
+    """The disk of the log is full, and that of the checkpoints is not."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*RUN, *TWO, "sh", "-c", f"echo one; sleep 1; echo two; touch {tmp_path}/$$"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 0 and len(list(tmp_path.iterdir())) == 2
+    assert done.stderr.splitlines() == [
+        "tfdist-run: the output cannot be written (No space left on device); the job continues without it."
+    ]
+
+
+def test_a_rank_elsewhere_outlives_a_signal_to_its_parent(tmp_path):
+    """As Slurm sends it to the processes of all nodes: the launcher tells ranks to save."""
+    program = [sys.executable, "-m", "tfdist.launch.run.remote_rank"]
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(program, text=True, **pipes) as parent:
+        assert parent.stdout.readline().startswith("tfdist")
+        script = "trap 'echo saved; exit 76' TERM; echo ready; while :; do sleep 0.1; done"
+        order = {"environment": {}, "folder": str(tmp_path), "command": ["sh", "-c", script]}
+        print(json.dumps(order), file=parent.stdin, flush=True)
+        assert parent.stdout.readline() == "ready\n"
+        parent.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert parent.poll() is None
+        print(int(signal.SIGTERM), file=parent.stdin, flush=True)
+        assert parent.stdout.readline() == "saved\n"
+        assert parent.wait(20) == 76
