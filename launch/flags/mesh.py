@@ -59,7 +59,7 @@ class Layout:
             given: The user's value, or None.
             default: The default value, which is rounded up to a multiple.
             data: Size of the data axis.
-            equal: Whether all ranks must have equally many samples.
+            equal: Whether all ranks must have the same number of samples.
 
         Raises:
             UsageError: `given` is not a multiple.

@@ -334,7 +334,7 @@ def _check_steps(model: keras.Model) -> None:
         home = getattr(type(model), name).__module__.partition(".")[0]
         if home not in ("keras", "keras_hub", "tfdist"):
             raise ValueError(
-                f"A pipeline has the layers of a model, and not its methods. Received: `{model.name}`, a "
+                f"A pipeline does not call the methods of a model, only its layers. Received: `{model.name}`, a "
                 f"{type(model).__name__} with its own `{name}`. Pass keras.Model(model.inputs, model.outputs), "
                 "and the loss to `compile`."
             )
