@@ -64,6 +64,7 @@ def _traced(reads: GradientReads, call: Callable[[], Any]):
     def step():
         with reads.current():
             outputs = call()
+        reads.step.note_outputs(outputs)
         # A gradient that is returned unchanged is read.
         return tf.nest.map_structure(
             lambda output: tf.identity(output) if tf.is_tensor(output) else output, outputs
@@ -85,6 +86,7 @@ class GradientReads:
 
     def __init__(self, replica: ReplicaContext, calls: frozenset[int] | None):
         self._replica, self._calls = replica, calls
+        self.step: Any = replica.step
         self._model: Any = None if replica.step is None else replica.step.model
         self.marks = Marks()
         self._num_calls = 0

@@ -368,8 +368,14 @@ def meeting(
 def _keras_step(fn, args, group: Group) -> KerasStep | None:
     """The Keras step of `fn`; None if it is another function."""
     model, name = getattr(fn, "__self__", None), getattr(fn, "__name__", "")
-    kind = {"train_step": "train", "test_step": "test"}.get(name)
-    if not isinstance(model, keras.Model) or kind is None or not args:
+    if not isinstance(model, keras.Model) or not args:
+        return None
+    for kind in ("train", "test"):
+        # A decorator may have given it another name.
+        function = getattr(type(model), f"{kind}_step")
+        if name == f"{kind}_step" or getattr(fn, "__func__", None) is function:
+            break
+    else:
         return None
     local = local_optimizer(model) if kind == "train" else None
     in_step = None if local is None else local.in_step(group.engine)

@@ -48,6 +48,12 @@ def _resolve_auto_jit_compile(self, *, original):
 def _make_function(self, step_function, *, original):
     """Has `strategy.run` compile the step: XLA cannot compile collectives, which several ranks have."""
     strategy = strategy_of(self)
+    for name in ("train_step", "test_step") if strategy is not None else ():
+        if isinstance(getattr(self, name), tf.types.experimental.GenericFunction):
+            raise ValueError(
+                f"`{name}` must not be a tf.function: Keras traces it, and a function inside hides gradients from "
+                f"the other ranks. Received: that of `{self.name}`. Remove the decorator."
+            )
     if strategy is None or not _divides(self, strategy):
         return original(self, step_function)
     with attributes_set(self, _jit_compile=False):

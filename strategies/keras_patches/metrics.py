@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -26,14 +27,16 @@ def _get_metrics_result(self, *, original):
     step = current_step()
     if step is not None and step.kind == "train" and isinstance(results, dict):
         results |= loss_scale_logs(self)
+    if step is not None:
+        step.results = results, functools.partial(_global_metrics, original, self, always=True)
     return results
 
 
-def _global_metrics(original, self):
+def _global_metrics(original, self, *, always: bool = False):
     """Computes the results of metrics from the states of all ranks.
 
     This is always the case at the end of an epoch. The logs of a single batch are reduced only if a callback
-    reads them (`batch_logs_read`).
+    reads them (`batch_logs_read`), or `always`.
     """
     strategy: Any = strategy_of(self)
     if strategy is None:
@@ -47,7 +50,7 @@ def _global_metrics(original, self):
         keep_states(self.metrics, variables, states)
     else:
         states = tf.cond(
-            strategy.extended.batch_logs_read,
+            tf.logical_or(strategy.extended.batch_logs_read, always),
             lambda: counting.reduce(variables),
             lambda: [tf.convert_to_tensor(variable.value) for variable in variables],
         )

@@ -52,11 +52,22 @@ def keras_step(step: KerasStep, fn: Callable, replica: ReplicaContext) -> Iterat
         put_back = None if step.is_even else keep_metrics_without_samples(step)
         bind_metrics(step.model)
         yield fn
-        name = f"{step.kind}_step"
-        if getattr(type(step.model), name) is not getattr(keras.Model, name):
-            step.outputs = _average_logs(step.outputs, step, replica)
         if put_back is not None:
             put_back()
+        step.outputs = _with_reduced_metrics(step)
+        names = (f"{step.kind}_step", "compute_metrics")
+        if any(getattr(type(step.model), n) is not getattr(keras.Model, n) for n in names):
+            step.outputs = _average_logs(step.outputs, step, replica)
+
+
+def _with_reduced_metrics(step: KerasStep):
+    """The logs of a step; if they have more or fewer than its metrics, Keras reports those of the last step."""
+    logs, (results, reduced) = step.outputs, step.results
+    step.note_outputs(logs)
+    if not step.metric_logs or logs.keys() == results.keys():
+        return logs
+    found = reduced()
+    return logs | {name: found[name] for name in step.metric_logs if name in found}
 
 
 def _reads_gradients(step: KerasStep, fn) -> bool:

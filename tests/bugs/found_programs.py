@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 X = np.random.default_rng(3).normal(size=(41, 6)).astype("float32")
 
@@ -82,3 +83,78 @@ def state_in_float64(ranks: bool) -> float:
         model.compile("sgd", "mse")
     model.fit(1.7e9 + X[:, :1].astype("float64"), X[:, :1], verbose=0)
     return float(np.asarray(layer.adapt_mean)[0])
+
+
+class WithARate(keras.Sequential):
+    """Logs more than its metrics."""
+
+    def train_step(self, data):
+        return {**super().train_step(data), "rate": self.optimizer.learning_rate}
+
+
+class WithAMean(keras.Sequential):
+    """Keras' step, with a metric of a batch."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**found, "mean": keras.ops.mean(y_pred)}
+
+
+def other_logs(ranks: bool) -> list[float]:
+    """History and evaluation of the last batch, which has one row."""
+    found = []
+    for kind in (WithARate, WithAMean):
+        with on(ranks):
+            model = kind([keras.Input((6,)), keras.layers.Dense(3)])
+            model.compile("sgd", "mse", metrics=["mae", keras.metrics.AUC()])
+        y = (X[:, :3] > 0).astype("float32")
+        history = model.fit(X, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        found += [value for values in history.values() for value in values]
+        found += model.evaluate(X, y, batch_size=8, verbose=0, return_dict=True).values()
+    return found
+
+
+def renamed(step):
+    def other(self, data):
+        return step(self, data)
+
+    return other
+
+
+class Decorated(keras.Sequential):
+    """A step with another name."""
+
+    @renamed
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def decorated_step(ranks: bool) -> list[float]:
+    with on(ranks):
+        model = Decorated([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd")
+    return model.fit(X, X[:, :3], batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+
+class Traced(keras.Sequential):
+    """A step that is a function of TensorFlow already."""
+
+    @tf.function
+    def train_step(self, data):
+        return {}
+
+
+def traced_step() -> str:
+    with on(True):
+        model = Traced([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    try:
+        model.fit(X, X[:, :3], verbose=0)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"

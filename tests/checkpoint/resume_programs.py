@@ -126,6 +126,8 @@ def trained(
     callbacks = [
         tfdist.callbacks.Checkpointer(folder, **{"every_steps": 4, **options}),
         keras.callbacks.EarlyStopping(monitor="val_loss", patience=EPOCHS),
+        # Relative, as in Keras' documentation: once in each epoch, also in one that is resumed.
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     ]
     if interrupt is not None:
         callbacks.append(Interrupt(interrupt))

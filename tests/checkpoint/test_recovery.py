@@ -7,7 +7,8 @@ import re
 import pytest
 
 from tests.checkpoint import resume_programs
-from tfdist.checkpoint.recovery import Progress
+
+Recovery = pytest.importorskip("tfdist.addons.monitoring.recovery").Recovery
 
 
 def said_of(folder: str, interrupt: int | None, down_seconds: float) -> str:
@@ -52,7 +53,7 @@ def test_what_is_said(one_process, tmp_path):
     # 16 * 9 + 16 + 4 * 16 + 16 * 5 + 5 parameters and two moments of those that are trained.
     assert float(size) == pytest.approx(3.4, abs=0.3)
     assert float(three) == pytest.approx(3 * float(size), rel=0.01)
-    assert Progress(folder).read() == 7
+    assert Recovery(folder).read() == 7
     (second,) = one_process.run(said_of, folder, None, 5.0)
     total, *parts = re.search(
         r"Recovered in ([\d.]+) s: ([\d.]+) start, ([\d.]+) load, ([\d.]+) replay\.", second
@@ -64,7 +65,7 @@ def test_what_is_said(one_process, tmp_path):
 
 
 def test_progress_is_what_it_is(tmp_path):
-    progress = Progress(str(tmp_path))
+    progress = Recovery(str(tmp_path))
     assert progress.read() == 0
     for text in ("", "[]", '{"step": "a"}', '{"step": true}', "\xff" * 9):
         (tmp_path / "progress.json").write_text(text)

@@ -21,21 +21,23 @@ from tfdist.checkpoint.directory import folders, lost
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import report_in_one_line
 from tfdist.checkpoint.fit_state import FitState, check_state
-from tfdist.checkpoint.recovery import Progress, Recovery, report, space_report
 from tfdist.checkpoint.restoring import restore_checked
 from tfdist.checkpoint.retention import Retention
 from tfdist.checkpoint.saving import Save, Saver, lock_on, run_on_chief
+from tfdist.checkpoint.space import report, space_report
 from tfdist.checkpoint.storage import Storage
 from tfdist.collectives import all_reduce
 from tfdist.data.position import DataPosition
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
-from tfdist.runtime.recovery import down_since, note_newest
+from tfdist.runtime.recovery import note_newest
 from tfdist.runtime.save_interval import young_daly
 from tfdist.sharding.kept import kept_states_of
+from tfdist.sharding.layout import variables_of
 from tfdist.sharding.states import layer_states
 from tfdist.step.hooks import FitContext, FitHook, fit_hooks
 from tfdist.utils import checks
+from tfdist.utils.lazy import find_addon
 
 _logger = logging.getLogger("tfdist")
 #: The interval at which ranks agree on whether to save.
@@ -172,8 +174,8 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         report_in_one_line()
         self._directory_lock = lock_on(self.directory, self._group)
         has_checkpoint = run_on_chief(self._prepare_directory, self._group, "latest")
-        self._progress = Progress(self.directory) if self._group.rank == 0 else None
-        self._recovery: Recovery | None = None
+        recoveries = find_addon("monitoring.recovery") if self._group.rank == 0 else None
+        self._recovery = None if recoveries is None else recoveries.Recovery(self.directory)
         if has_checkpoint and self._resumes:
             self._restore()
         self._report_space()
@@ -197,20 +199,22 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         return False
 
     def _restore(self) -> None:
-        begun, since = time.monotonic(), down_since()
+        begun = time.monotonic()
         manifest = restore_checked(self.directory, self.model, check_state, self._kept)
         self._resumed, self._step = manifest.state, manifest.step
         self._resumed_batch = self._state.resume(manifest.state)
         # Saved here, because `fit` now broadcasts the chief's variables, and then resets metrics.
         counted = [v for metric in self.model.metrics for v in metric.variables]
         counted += layer_states(self.model)
+        # Callbacks may change it when the epoch begins, for the second time.
+        counted += [v for v in variables_of(self.model) if v.name == "learning_rate"]
         self._counted = [(variable, variable.numpy()) for variable in counted]
+        if self._position is not None:
+            self._position.put_back = self._put_back
         epoch = manifest.state["epoch"]
         _logger.info("Training resumes from step %d, epoch %d.", self._step, epoch)
-        if self._progress is not None:
-            # A recovery lasts at least until the next step has ended.
-            until = max(self._progress.read(), self._step + 1)
-            self._recovery = Recovery(since, time.monotonic() - begun, until)
+        if self._recovery is not None:
+            self._recovery.restored(self._step, time.monotonic() - begun)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Saves if it is time; restores metrics in the first epoch after a resume."""
@@ -220,10 +224,12 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         if resumed is not None:
             self._state.resume_callbacks(resumed)
             self._first_batch = self._resumed_batch
-            for variable, value in self._counted if self._first_batch else ():
-                variable.assign(value)
             return
         self._save_if_due(0)
+
+    def _put_back(self) -> None:
+        for variable, value in self._counted:
+            variable.assign(value)
 
     def on_train_batch_begin(self, batch, logs=None):
         """Saves the state after the previous step, if it is time."""
@@ -264,9 +270,9 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
 
     def _report_recovery(self) -> None:
         """Reports the time of a recovery once it is over."""
-        if self._recovery is not None and self._recovery.is_over(self._step):
-            report(self._recovery.words(), self.params.get("verbose", 0))
-            self._recovery = None
+        said = None if self._recovery is None else self._recovery.report(self._step)
+        if said is not None:
+            report(said, self.params.get("verbose", 0))
 
     # -- when -----------------------------------------------------------------------------------
 
@@ -289,10 +295,11 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         """Whether to save by the chief's clock, and whether a rank has received SIGTERM."""
         now = time.monotonic()
         timed, ahead = False, 0
-        if self._progress is not None:
+        if self._group.rank == 0:
             step_seconds = (now - self._looked_at) / max(1, self._step - self._looked_step)
             left = self._seconds_left(now)
-            self._progress.write(self._step)
+            if self._recovery is not None:
+                self._recovery.write(self._step)
             timed = left <= step_seconds / 2
             within = _AGREE_SECONDS if timed else min(_AGREE_SECONDS, left)
             ahead = max(1, math.floor(within / max(step_seconds, 1e-6)))

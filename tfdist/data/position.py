@@ -44,11 +44,13 @@ class DataPosition:
     Attributes:
         batch_size: The number of samples of a global batch, if the dataset does not have it.
         done_before: The number of batches of this epoch that an earlier run did.
+        put_back: Called once when a resumed epoch begins in its middle, after all `on_epoch_begin`.
         order: The order of a `PyDataset`, a `keras_patches.py_datasets.BatchOrder`; None for other data.
     """
 
     batch_size: int | None = None
     done_before: int = 0
+    put_back: Callable[[], None] | None = None
     order: Any = None
 
     def __init__(self):
@@ -123,6 +125,8 @@ class DataPosition:
             return original()
         resume, self._resume = self._resume, None
         self.done_before = resume.batch
+        if resume.batch and self.put_back is not None:
+            self.put_back()
         state, source = resume.state, self._source
         # The data may have grown.
         attributes.num_batches.set(source, attributes.num_batches(source) or state["batches"])

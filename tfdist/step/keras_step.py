@@ -56,6 +56,8 @@ class KerasStep:
             `group` at every step: see `tfdist.step.local_steps`.
         arguments: The arguments of the step.
         outputs: The return value of the step, after it has returned.
+        results: What it was given as the results of its metrics, and a function that reduces them over the ranks.
+        metric_logs: The names of outputs that are such results; None before the step has returned.
         tokens: How sequences are split; None if each rank has whole ones.
         divisors: In the graph of a micro-batch; otherwise None.
     """
@@ -69,6 +71,15 @@ class KerasStep:
     divisors: Divisors | None = None
     arguments: Sequence = ()
     outputs: Any = None
+    results: tuple[Any, Any] = (None, None)
+    metric_logs: frozenset[str] | None = None
+
+    def note_outputs(self, outputs) -> None:
+        """Records which logs are results of metrics, where they are made."""
+        results = self.results[0] if isinstance(self.results[0], dict) else {}
+        if self.metric_logs is None and isinstance(outputs, dict):
+            own = (name for name, value in outputs.items() if value is results.get(name))
+            self.metric_logs = frozenset(own)
 
     @property
     def is_even(self) -> bool:
