@@ -51,8 +51,7 @@ def _make_function(self, step_function, *, original):
     for name in ("train_step", "test_step") if strategy is not None else ():
         if isinstance(getattr(self, name), tf.types.experimental.GenericFunction):
             raise ValueError(
-                f"`{name}` must not be a tf.function: Keras traces it, and a function inside hides gradients from "
-                f"the other ranks. Received: that of `{self.name}`. Remove the decorator."
+                f"`{name}` must not be a tf.function: remove it. Received: that of `{self.name}`."
             )
     if strategy is None or not _divides(self, strategy):
         return original(self, step_function)

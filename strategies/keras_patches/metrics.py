@@ -48,9 +48,11 @@ def _global_metrics(original, self, *, always: bool = False):
     if current_step() is None:
         states = counting.reduce(variables)
         keep_states(self.metrics, variables, states)
+    elif always:
+        states = counting.reduce(variables)
     else:
         states = tf.cond(
-            tf.logical_or(strategy.extended.batch_logs_read, always),
+            strategy.extended.batch_logs_read,
             lambda: counting.reduce(variables),
             lambda: [tf.convert_to_tensor(variable.value) for variable in variables],
         )

@@ -78,8 +78,7 @@ class KerasStep:
         """Records which logs are results of metrics, where they are made."""
         results = self.results[0] if isinstance(self.results[0], dict) else {}
         if self.metric_logs is None and isinstance(outputs, dict):
-            own = (name for name, value in outputs.items() if value is results.get(name))
-            self.metric_logs = frozenset(own)
+            self.metric_logs = frozenset(n for n, v in outputs.items() if v is results.get(n))
 
     @property
     def is_even(self) -> bool:
