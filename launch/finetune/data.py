@@ -48,7 +48,7 @@ def read(given: FinetuneOptions, batch_size: int, is_chief: bool) -> Data:
     Raises:
         UsageError: They cannot be used.
     """
-    if given.preferences.preference != "none":
+    if given.preferences.is_used:
         return _preferences(given, batch_size, is_chief)
     if given.dataset.startswith(CHAT):
         return _conversations(given, batch_size, is_chief)

@@ -52,7 +52,7 @@ class PreferenceOptions:
             UsageError: Options are incompatible.
         """
         kind = self.preference
-        if kind == "none":
+        if not self.is_used:
             names = ("beta", "label_smoothing", "reference")
             refuse_ignored(self, names, "requires --preference", "--preference=none")
             return

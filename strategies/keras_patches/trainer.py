@@ -144,9 +144,8 @@ def _prepare_callbacks(
     wanted = reads_batch_logs(given) or arguments["verbose"] in (1, "auto")
     anywhere = all_reduce(tf.constant(wanted), strategy.group(), "max", name="reads-batch-logs")
     is_read = strategy.extended.batch_logs_read
-    stack.callback(
-        is_read.assign, is_read.numpy()
-    )  # This call may be in a callback of another one.
+    # This call may be in a callback of another one.
+    stack.callback(is_read.assign, is_read.numpy())
     is_read.assign(anywhere)
     arguments["callbacks"] = callbacks_of_rank(given, strategy, training=training)
     if not strategy.is_chief:

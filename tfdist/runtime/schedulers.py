@@ -26,7 +26,6 @@ from tfdist.runtime.nodes import Nodes, find_nodes
 from tfdist.runtime.rendezvous import Endpoint, environments, free_ports, with_interface
 from tfdist.runtime.slurm import expand_node_list
 from tfdist.utils import checks
-from tfdist.utils.checks import one_line
 
 _logger = logging.getLogger("tfdist")
 
@@ -143,7 +142,7 @@ class Hello(NamedTuple):
             found = cls(**message)
             if _HOST_NAME.fullmatch(found.host) and 0 < found.port < 1 << 16:
                 return found
-        raise ConnectionError(f"expected its host and port, got {one_line(message, 200)}")
+        raise ConnectionError(f"expected its host and port, got {checks.one_line(message, 200)}")
 
 
 def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -303,5 +302,5 @@ def _checked(variables: dict[str, Any]) -> dict[str, str]:
     """The variables that the first rank has sent; rejects those that a rendezvous does not set."""
     for name, value in variables.items():
         if not _VARIABLES.fullmatch(name) or not isinstance(value, str) or "\0" in value:
-            raise ConnectionError(f"it must not set {one_line(name, 100)}")
+            raise ConnectionError(f"it must not set {checks.one_line(name, 100)}")
     return variables

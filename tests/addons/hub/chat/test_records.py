@@ -54,6 +54,8 @@ def test_preferences_of_ultrafeedback():
     record = record_of(line, "f:1", answers=2)
     assert record.prompt == (ASKED,) and record.answers == ((ANSWERED,), (WRONG,))
     assert record_of(line, "f:1").messages() == (ASKED, ANSWERED)
+    record = record_of({"chosen": [ANSWERED], "rejected": [WRONG]}, "f:1")
+    assert record.prompt == () and record.messages(1) == (WRONG,)
     record = record_of({"prompt": "2 + 2?", "chosen": [ANSWERED], "rejected": [WRONG]}, "f:1")
     assert record.prompt == (ASKED,) and record.messages(1) == (ASKED, WRONG)
 

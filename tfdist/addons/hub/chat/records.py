@@ -177,7 +177,7 @@ def _preference(found: Mapping[str, Any], place: str) -> Record:
         prompt, chosen, rejected = asked + chosen[:shared], chosen[shared:], rejected[shared:]
         if not (chosen and rejected):
             raise _refuse(place, "`chosen` and `rejected` must be different", "the same messages")
-    return _checked(Record(place, prompt or "", (chosen, rejected), _tools(found, place)))
+    return _checked(Record(place, prompt, (chosen, rejected), _tools(found, place)))
 
 
 def _checked(record: Record) -> Record:
@@ -217,13 +217,11 @@ def _messages(value: Any, place: str, key: str) -> Messages:
         if message.get("weight", 1) not in (0, 1):
             raise _refuse(place, "the `weight` of a message must be 0 or 1", message["weight"])
         calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(map(_is_object, calls))):
+        if calls is not None and not (
+            isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+        ):
             raise _refuse(place, "`tool_calls` must be a list of objects", calls)
     return tuple(_with_arguments(message, place) for message in value)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _with_arguments(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
