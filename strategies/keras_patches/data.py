@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,7 +17,6 @@ from tfdist.data.read_ahead import drawn_when_needed
 from tfdist.data.sharding import is_none, length_varies, own_batches
 from tfdist.step.context import DistributedStrategy
 from tfdist.strategies.keras_patches.agreement import compare_first_batches
-from tfdist.strategies.keras_patches.py_datasets import BatchOrder
 
 PATCHES = Patches()
 
@@ -78,10 +78,12 @@ def _init(self, distribute_strategy=None, *args, original, **kwargs):
         self._enumerate_iterator = functools.partial(position.steps, self._enumerate_iterator)
 
 
-def _draw_when_needed(source, strategy: tf.distribute.Strategy) -> BatchOrder | None:
+def _draw_when_needed(source, strategy: tf.distribute.Strategy) -> Any:
     """Removes the prefetch if batches depend on when they are prepared; returns the order of a `PyDataset`."""
     adapter, steps, order = source.data_adapter, source.steps_per_epoch, None
     if isinstance(adapter, PyDatasetAdapter) and (steps := steps or adapter.num_batches):
+        from tfdist.data.py_datasets import BatchOrder
+
         # An execution of several steps draws the batches of all of them.
         executions = -(-steps // source.steps_per_execution)
         order = BatchOrder(adapter, executions * source.steps_per_execution)

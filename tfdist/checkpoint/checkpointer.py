@@ -132,7 +132,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
             yield
             return
         self._position, self._callbacks = fit.position, fit.callbacks
-        self._position.batch_size = self._batch_size
+        self._position.batch_size, self._position.put_back = self._batch_size, self._put_back
         try:
             yield
         finally:
@@ -209,8 +209,6 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         # Callbacks may change it when the epoch begins, for the second time.
         counted += [v for v in variables_of(self.model) if v.name == "learning_rate"]
         self._counted = [(variable, variable.numpy()) for variable in counted]
-        if self._position is not None:
-            self._position.put_back = self._put_back
         epoch = manifest.state["epoch"]
         _logger.info("Training resumes from step %d, epoch %d.", self._step, epoch)
         if self._recovery is not None:
@@ -270,8 +268,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
 
     def _report_recovery(self) -> None:
         """Reports the time of a recovery once it is over."""
-        said = None if self._recovery is None else self._recovery.report(self._step)
-        if said is not None:
+        if self._recovery is not None and (said := self._recovery.report(self._step)):
             report(said, self.params.get("verbose", 0))
 
     # -- when -----------------------------------------------------------------------------------

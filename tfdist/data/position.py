@@ -45,7 +45,7 @@ class DataPosition:
         batch_size: The number of samples of a global batch, if the dataset does not have it.
         done_before: The number of batches of this epoch that an earlier run did.
         put_back: Called once when a resumed epoch begins in its middle, after all `on_epoch_begin`.
-        order: The order of a `PyDataset`, a `keras_patches.py_datasets.BatchOrder`; None for other data.
+        order: The order of a `PyDataset`, a `py_datasets.BatchOrder`; None for other data.
     """
 
     batch_size: int | None = None
