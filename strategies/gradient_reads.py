@@ -42,8 +42,8 @@ def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
         The return value of the step.
 
     Raises:
-        ValueError: It reads gradients of which each rank has a part, or passes gradients to an optimizer for
-            which no reduction gives the gradient of the global batch.
+        ValueError: It reads gradients of which each rank has a part, or that a tf.function inside it computes,
+            or passes gradients to an optimizer for which no reduction gives the gradient of the global batch.
     """
     call = functools.partial(fn, *args, **kwargs)
     if tf.executing_eagerly():
@@ -52,8 +52,14 @@ def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
     reads = GradientReads(replica, frozenset())
     traced = _traced(reads, call)
     if reads.found():
-        reads = GradientReads(replica, reads.found())
-        traced = _traced(reads, call)
+        again = GradientReads(replica, reads.found())
+        traced = _traced(again, call)
+        if again.num_calls < reads.num_calls:
+            raise ValueError(
+                "A training step that reads gradients is traced twice, so the function that computes them must "
+                f"not be a tf.function: remove it. Received: a step of `{type(replica.step.model).__name__}` that "
+                "calls one."
+            )
     return traced()
 
 
@@ -82,6 +88,7 @@ class GradientReads:
 
     Attributes:
         marks: The origins of gradients.
+        num_calls: The number of these calls so far.
     """
 
     def __init__(self, replica: ReplicaContext, calls: frozenset[int] | None):
@@ -89,7 +96,7 @@ class GradientReads:
         self.step: Any = replica.step
         self._model: Any = None if replica.step is None else replica.step.model
         self.marks = Marks()
-        self._num_calls = 0
+        self.num_calls = 0
         self._is_in_call = False
         #: Handles, the gradients that they represent, and the numbers of their calls.
         self._handles: list[tuple[Any, Any, int]] = []
@@ -135,8 +142,8 @@ class GradientReads:
         return tf.nest.pack_sequence_as(found, flat)
 
     def _of_a_call(self, gradients: Sequence, variables: Sequence, rows) -> list:
-        number = self._num_calls
-        self._num_calls += 1
+        number = self.num_calls
+        self.num_calls += 1
         if self._calls is None or number in self._calls:
             if not self._has_parts(variables):
                 found = whole_gradients(gradients, variables, self._replica, rows)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.patching import Patches
@@ -10,6 +13,7 @@ from tfdist.data.sharding import row_range
 from tfdist.step.context import strategy_of
 from tfdist.step.local_steps import global_parameters
 from tfdist.strategies.keras_patches.models import adopt_optimizers, strategy_of_ranks
+from tfdist.utils.temporary import attributes_set
 
 PATCHES = Patches()
 
@@ -26,36 +30,43 @@ def _train_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwar
     strategy = strategy_of(self)
     if strategy is not None:
         adopt_optimizers(self, strategy)
-    x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
-    return original(self, x, y, sample_weight, *args, **kwargs)
+    with _sharded(self, "train_function", (x, y, sample_weight)) as batch:
+        return original(self, *batch, *args, **kwargs)
 
 
 @PATCHES.of(TensorFlowTrainer, "test_on_batch")
 def _test_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwargs):
-    x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
-    with global_parameters(self):
-        return original(self, x, y, sample_weight, *args, **kwargs)
+    with _sharded(self, "test_function", (x, y, sample_weight)) as batch, global_parameters(self):
+        return original(self, *batch, *args, **kwargs)
 
 
-def _own_rows(model, batch):
-    """This rank's rows and tokens of a batch; all rows on all ranks if their number is not divisible.
+@contextlib.contextmanager
+def _sharded(model, function: str, batch):
+    """A context in which a function of a model takes this rank's rows and tokens of a batch.
 
-    Both give the update of a single process. Rows are never split unevenly here, because a graph is traced for
-    the shapes of its arguments, and assumes that they are the same on all ranks.
+    Its value is the batch for Keras: these rows, or all of them if their number is not divisible. Then the function
+    draws its own from a dataset, as in `fit`: a graph that is traced for tensors assumes that their shapes are the
+    same on all ranks.
     """
     strategy = strategy_of_ranks(model)
     if strategy is None:
-        return batch
+        yield batch
+        return
     strategy.extended.batch_logs_read.assign(True)
-    group, tokens, rows = strategy.row_group, strategy.token_group, _num_rows(batch)
-    if rows % group.size == 0:
+    group, rows = strategy.row_group, _num_rows(batch)
+    if rows % group.size == 0 and strategy.token_group.size == 1:
         start, end = row_range(rows, group.size, group.rank)
-        batch = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
-    if tokens.size == 1:
-        return batch
-    from tfdist.data.tokens import own_tokens
+        yield tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
+        return
+    getattr(model, f"make_{function}")()
+    call = getattr(model, function)
 
-    return own_tokens(batch, tokens.size, tokens.rank, even=True)
+    def call_with_dataset(batches):
+        dataset = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(next(batches)))
+        return call(iter(strategy.experimental_distribute_dataset(dataset)))
+
+    with attributes_set(model, **{function: call_with_dataset}):
+        yield batch
 
 
 def _num_rows(batch) -> int:

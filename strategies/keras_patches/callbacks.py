@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
+from tfdist.sharding.states import average_accumulated
 from tfdist.step.context import role_of
 from tfdist.step.hooks import FitHook
 from tfdist.strategies.keras_patches.saving import restoring
@@ -112,6 +113,7 @@ class _AgreeFirst(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         synchronize_layer_states(self.model)
+        average_accumulated(self.model)
 
 
 class _AgreeLast(keras.callbacks.Callback):

@@ -38,7 +38,9 @@ def adopt_optimizers(model, strategy) -> None:
 
     An optimizer stores the strategy in whose scope it was created. The scope makes no other difference here.
     """
-    for optimizer in [one for held in held_optimizers(model) for one in optimizers_in(held)]:
+    for optimizer in [
+        one for held in held_optimizers(model).values() for one in optimizers_in(held)
+    ]:
         if isinstance(optimizer, keras.optimizers.Optimizer):
             optimizer._distribution_strategy = strategy
 

@@ -120,8 +120,10 @@ def _add_variable_from_reference(self, reference_variable, name=None, *args, ori
             like = types.SimpleNamespace(path=path, shape=(state.share,), dtype=dtype)
         # TensorFlow's method needs the device of the reference; here everything is on one device.
         variable = super(TFOptimizer, self).add_variable_from_reference(like, name, *args, **kwargs)
-        if layout.is_spread:
-            update_layout(variable, slice=layout.slice, flat=state, stage=layout.stage)
+        if layout.is_spread or layout.partial_over:
+            over = layout.partial_over if name == "gradient_accumulator" else None
+            part = {"slice": layout.slice, "flat": state, "stage": layout.stage}
+            update_layout(variable, **part, partial_over=over)
         return variable
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -141,6 +143,18 @@ def decorated_step(ranks: bool) -> list[float]:
     return model.fit(X, X[:, :3], batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
+def float8_scales(**options) -> tuple[list[float], list[float]]:
+    """The losses, and the scales of layers, which their gradients overwrite."""
+    with on(True, **options):
+        hidden = keras.layers.Dense(16, activation="relu")
+        model = keras.Sequential([keras.Input((6,)), hidden, keras.layers.Dense(3)])
+        model.quantize("float8")
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    history = model.fit(X, X[:, :3], batch_size=8, epochs=4, shuffle=False, verbose=0).history
+    scales = [v.numpy() for v in model.variables if "scale" in v.name]
+    return history["loss"], [float(np.ravel(scale)[0]) for scale in scales]
+
+
 class Traced(keras.Sequential):
     """A step that is a function of TensorFlow already."""
 
@@ -149,12 +163,125 @@ class Traced(keras.Sequential):
         return {}
 
 
-def traced_step() -> str:
+class Inside(keras.Sequential):
+    """A function of TensorFlow computes gradients, and clips them by hand."""
+
+    @tf.function
+    def update(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.1)
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+    def train_step(self, data):
+        return self.update(*data)
+
+
+def traced_step(kind: type) -> str:
     with on(True):
-        model = Traced([keras.Input((6,)), keras.layers.Dense(3)])
+        model = kind([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile("sgd", "mse")
     try:
         model.fit(X, X[:, :3], verbose=0)
     except ValueError as error:
         return str(error)
     return "nothing was refused"
+
+
+def counts_on_batches(ranks: bool) -> list[float]:
+    """Counts and sums of batches of which ranks have different numbers of rows."""
+    keras.utils.set_random_seed(1)
+    with on(ranks):
+        inputs = [keras.Input((6,)), keras.Input((2,))]
+        hidden = keras.layers.BatchNormalization(synchronized=True)(inputs[0])
+        outputs = keras.layers.Dense(1, "sigmoid")(keras.layers.Concatenate()([hidden, inputs[1]]))
+        model = keras.Model(inputs, outputs)
+        counts = [keras.metrics.TruePositives(0.3), keras.metrics.FalseNegatives(0.3)]
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=counts)
+    found = []
+    for rows in (7, 6, 1, 13):
+        x, y = [X[:rows], X[:rows, :2]], (X[:rows, :1] > 0).astype("float32")
+        found += model.train_on_batch(x, y, class_weight={0: 1.0, 1: 0.5})
+        found += model.test_on_batch(x, y)
+        found.append(np.sum(model.predict_on_batch(x)))
+    return [float(each) for each in found]
+
+
+def accumulated_before(ranks: bool, folder: str, save: str, **options) -> list[float]:
+    """Five micro-steps of updates of two, then what follows in another call or another model."""
+    from tfdist.checkpoint import restore
+    from tfdist.checkpoint import save as save_checkpoint
+
+    def made():
+        with on(ranks, **options):
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+            optimizer = keras.optimizers.Adam(0.1, gradient_accumulation_steps=2)
+            model.compile(optimizer, "mse")
+            optimizer.build(model.trainable_variables)
+        return model
+
+    model = made()
+    model.fit(X[:40], X[:40, :3], batch_size=8, shuffle=False, verbose=0)
+    if save == "file":
+        os.makedirs(folder, exist_ok=True)
+        model.save(f"{folder}/model.keras")
+        with on(ranks, **options):
+            model = keras.models.load_model(f"{folder}/model.keras")
+    elif save == "checkpoint":
+        save_checkpoint(folder, model, step=5)
+        model = made()
+        restore(folder, model)
+    model.fit(X[:24], X[:24, 3:], batch_size=8, shuffle=False, verbose=0)
+    return [float(each) for each in np.ravel(model.get_weights()[0])]
+
+
+class Pair(keras.Model):
+    """Two optimizers, as of a GAN; only one of them is that of `compile`."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(5), keras.layers.Dense(3)
+        self.other = keras.optimizers.Adam(0.05)
+
+    def build(self, shape):
+        self.first.build(shape)
+        self.second.build((None, 5))
+        self.built = True
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        for layer, optimizer in ((self.first, self.other), (self.second, self.optimizer)):
+            variables = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def two_optimizers(ranks: bool, folder: str, **options) -> list[float]:
+    """Both optimizers are restored from a checkpoint, and those of the chief are broadcast."""
+    from tfdist.checkpoint import restore, save
+
+    def made():
+        with on(ranks, **options):
+            model = Pair()
+            model.build((None, 6))
+            model.compile(keras.optimizers.Adam(0.1))
+            model.other.build(model.first.trainable_variables)
+            model.optimizer.build(model.second.trainable_variables)
+        return model
+
+    model = made()
+    model.fit(X[:40], X[:40, :3], batch_size=8, shuffle=False, verbose=0)
+    save(folder, model, step=5)
+    model = made()
+    restore(folder, model)
+    if ranks and not model.distribute_strategy.is_chief and not options:
+        model.other.variables[-1].assign(model.other.variables[-1] + 1.0)
+    model.fit(X[:40], X[:40, 3:], batch_size=8, shuffle=False, verbose=0)
+    return [float(each) for value in model.get_weights() for each in np.ravel(value)]

@@ -9,13 +9,13 @@ from tests.bugs import found_programs
 from tests.conftest import on_ranks, slow_but
 
 KINDS = [
-    *("nested_predict", "other_logs", "decorated_step"),
+    *("nested_predict", "other_logs", "decorated_step", "counts_on_batches"),
     *("head_without_a_loss", "scale_of_empty_ranks", "state_in_float64"),
 ]
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2), ("horovod", 3)])
-@pytest.mark.parametrize("kind", slow_but(KINDS[:3], KINDS))
+@pytest.mark.parametrize("kind", slow_but(KINDS[:4], KINDS))
 def test_as_one_process(pool, one_process, kind):
     program = getattr(found_programs, kind)
     right = one_process.run(program, False)[0]
@@ -26,6 +26,42 @@ def test_as_one_process(pool, one_process, kind):
 
 
 @on_ranks(("horovod", 2))
-def test_a_step_that_is_a_function_is_refused(pool):
-    for said in pool.run(found_programs.traced_step):
-        assert "`train_step` must not be a tf.function" in said
+@pytest.mark.parametrize("kind", ["Traced", "Inside"])
+def test_a_step_that_is_a_function_is_refused(pool, kind):
+    for said in pool.run(found_programs.traced_step, getattr(found_programs, kind)):
+        assert "must not be a tf.function: remove it. Received: " in said
+
+
+SAVES = [(save, stage) for save in ("none", "checkpoint", "file") for stage in (0, 1, 2)]
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
+@pytest.mark.parametrize(("save", "stage"), slow_but([("none", 0), ("checkpoint", 1)], SAVES))
+def test_gradients_of_a_part_of_an_update_are_kept(pool, one_process, tmp_path, save, stage):
+    program = found_programs.accumulated_before
+    right = one_process.run(program, False, str(tmp_path / "one"), save)[0]
+    folder = str(tmp_path / "ranks")
+    for found in pool.run(program, True, folder, save, zero_stage=stage):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
+@pytest.mark.parametrize("stage", slow_but([0, 1], [0, 1, 3]))
+def test_all_optimizers_are_kept(pool, one_process, tmp_path, stage):
+    right = one_process.run(found_programs.two_optimizers, False, str(tmp_path / "one"))[0]
+    options = {"zero_stage": stage} if stage else {}
+    for found in pool.run(found_programs.two_optimizers, True, str(tmp_path / "ranks"), **options):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(("horovod", 2))
+def test_scales_of_float8_are_those_of_all_rows(pool, one_process):
+    right = one_process.run(found_programs.float8_scales)[0]
+    found = pool.run(found_programs.float8_scales)
+    for losses, scales in found:
+        # A gradient of half the rows is twice as large, which rounds otherwise before scales are known.
+        np.testing.assert_allclose(losses, right[0], rtol=0.1)
+        assert scales == found[0][1]
+        assert scales[0] == right[1][0], "the scale of the model's inputs"
+    with pytest.raises(ValueError, match="Use `zero_stage=2`"):
+        pool.run(found_programs.float8_scales, zero_stage=3)

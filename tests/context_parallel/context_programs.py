@@ -201,7 +201,6 @@ def refusals() -> dict[str, str]:
     note("dropout", lambda: attention(dropout=0.1))
     note("ulysses", lambda: attention(context_attention="ulysses"))
     note("short", lambda: compiled().fit(*text(2, 1), verbose=0))
-    note("batch", lambda: compiled().train_on_batch(*text(2, 5)))
     note("positions", lambda: compiled(max_length=8).fit(*text(2, 12), verbose=0))
     mixes = keras.layers.Conv1D(VOCABULARY, 3, padding="same", name="mixes")
     note("mixes", lambda: compiled(mixes).fit(np.zeros((2, 8, 4)), np.zeros((2, 8)), verbose=0))
@@ -253,7 +252,7 @@ def own_loop(mesh: dict | None):
 
 
 def on_batches(mesh: dict | None):
-    """Losses and weights of steps by `train_on_batch`, with rows that do not divide."""
+    """Losses and weights of steps by `train_on_batch`, with rows and tokens that do not divide."""
     from tfdist import layers, models
 
     keras.backend.clear_session()
@@ -262,8 +261,7 @@ def on_batches(mesh: dict | None):
         model = models.gpt(VOCABULARY, num_layers=1, width=8, num_heads=2, max_length=16)
         model.compile(keras.optimizers.SGD(0.3), layers.VocabParallelCrossEntropy(VOCABULARY))
     losses = []
-    for rows in (3, 4):
-        model.reset_metrics()
-        losses.append(float(model.train_on_batch(*text(rows, 8))))
-    losses.append(float(model.test_on_batch(*text(3, 8))))
+    for rows, tokens in ((3, 8), (4, 8), (4, 13)):
+        losses.append(float(model.train_on_batch(*text(rows, tokens))))
+    losses.append(float(model.test_on_batch(*text(3, 7))))
     return np.concatenate([losses, *(np.ravel(value) for value in whole(model.weights).values())])

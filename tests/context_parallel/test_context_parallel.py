@@ -150,7 +150,6 @@ def test_what_a_context_axis_cannot_do_is_refused_by_name(pool):
         "dropout": "`attention` cannot drop attention weights",
         "ulysses": '`attention` requires numbers of heads that context_attention="ulysses" can split equally',
         "short": "Received: 1 tokens",
-        "batch": "must be a multiple of 4: two chunks",
         "positions": "at most max_length=8 positions",
         "mixes": "`mixes` (Conv1D)",
     }

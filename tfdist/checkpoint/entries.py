@@ -18,7 +18,7 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.sharding.kept import KeptState, kept_states_of
 from tfdist.sharding.layout import global_shape, layout_of
 from tfdist.step.context import DistributedStrategy, role_of, strategy_of
-from tfdist.step.local_steps import local_optimizer
+from tfdist.step.local_steps import held_optimizers, local_optimizer
 
 Named = list[tuple[keras.Variable, str]]
 
@@ -38,9 +38,11 @@ def entries_of(
     strategy = strategy_of(model)
     held = held_variables(model, form)
     found = [(v, f"model/{name}") for v, name in held]
-    if getattr(model, "optimizer", None) is not None:
-        trained = [(v, name) for v, name in held if v.trainable]
-        found += form.names.optimizer_names(model.optimizer, trained)
+    trained = [(v, name) for v, name in held if v.trainable]
+    for attribute, optimizer in held_optimizers(model).items():
+        place = "optimizer" if attribute == "optimizer" else f"optimizer/{attribute}"
+        named = form.names.optimizer_names(optimizer, trained)
+        found += [(v, name.replace("optimizer", place, 1)) for v, name in named]
     local = local_optimizer(model)
     pairs = [] if local is None else local.global_variables
     agreed = {id(variable): kept for variable, kept in pairs}

@@ -39,6 +39,7 @@ from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
 from tfdist.runtime.directories import checked_directory
 from tfdist.sharding.kept import KeptState
+from tfdist.sharding.states import average_accumulated
 from tfdist.step.local_steps import local_optimizer
 from tfdist.utils import checks
 
@@ -160,6 +161,7 @@ class Saver:
         local = local_optimizer(self._model)
         if local is not None:
             local.note_parameters()
+        average_accumulated(self._model)
         path = posixpath.join(self._directory, folder_of(step, self._token))
         manifest = Manifest(step, self._arrays, _check_state(state), {})
         return Save(self, path, manifest, on_complete)

@@ -93,7 +93,7 @@ def shard_tokens(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.da
     return map_elements(dataset, lambda batch: own_tokens(batch, num_shards, index))
 
 
-def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
+def own_tokens(batch, num_shards: int, index: int):
     """This rank's positions of the sequences of a batch, in zigzag chunks (`TokenSplit`).
 
     Sizes that are known in the result are the same on all ranks. The number of tokens is unknown unless it is
@@ -103,7 +103,6 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
         batch: The batch.
         num_shards: The number of ranks that share a sequence.
         index: This rank's place among them.
-        even: Whether the number of tokens must be such a multiple.
 
     Raises:
         ValueError: A component is not dense, its dim 1 differs from that of the others, or is too short.
@@ -123,7 +122,7 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
             return part
         size = part.shape[1]
         split = TokenSplit(num_shards, index, tf.shape(part)[1] if size is None else size)
-        part = _checked(part, split, even)
+        part = _checked(part, split)
         own = split.take(part)
         if split.is_even:
             return own
@@ -134,18 +133,12 @@ def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
     return tf.nest.map_structure(take, batch)
 
 
-def _checked(part, split: TokenSplit, even: bool):
+def _checked(part, split: TokenSplit):
     """The whole sequences, after a check that they are long enough."""
     parts = split.parts
     rule = (
         f"Each of the {parts} ranks of the context axis requires at least one token of a sequence"
     )
-    if even and not split.is_even:
-        raise ValueError(
-            "Outside `fit`, `evaluate` and `predict` the sequence length must be a multiple of "
-            f"{2 * parts}: two chunks for each of the {parts} ranks of the context axis. "
-            f"Received: {split.total} tokens."
-        )
     if not isinstance(split.total, int):
         is_long_enough = tf.logical_not(split.lacks_ranks)
         check = tf.debugging.Assert(is_long_enough, [rule, "Received tokens:", split.total])

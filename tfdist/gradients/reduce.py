@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import Group
+from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.low_precision import is_narrower, narrow_all_reduce
 from tfdist.collectives.run import Call, run
 from tfdist.gradients.buckets import buckets
@@ -87,6 +87,28 @@ def weigh_items(items: Sequence[GradientItem], replica: ReplicaContext) -> list:
         if not (item.is_reduced or item.overwrites or item.layout.has_global_gradient(mesh))
     ]
     replace_at(found, places, weigh_gradients([found[place] for place in places], replica.step))
+    return found
+
+
+def largest_values(items: Sequence[GradientItem], group: Group) -> list:
+    """The gradients of items; new values in place of gradients become the largest ones of the ranks.
+
+    Those of float8 layers are the largest entries of tensors. Keras accumulates them by the maximum, too.
+
+    Raises:
+        ValueError: ZeRO-3 shards such a variable.
+    """
+    found = [item.gradient for item in items]
+    places = [p for p, item in enumerate(items) if item.overwrites and found[p] is not None]
+    if places and group.size > 1:
+        if items[places[0]].layout.flat is not None:
+            raise ValueError(
+                "ZeRO-3 requires variables with gradients, unlike the scales of float8 layers. Received: "
+                f"`{items[places[0]].variable.path}`. Use `zero_stage=2`."
+            )
+        own = [found[place] for place in places]
+        largest = all_reduce(flattened(own), group, "max", name="overwriting-values")
+        replace_at(found, places, unflattened(largest, own))
     return found
 
 

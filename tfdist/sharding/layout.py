@@ -16,6 +16,7 @@ from tfdist.backend.keras.attributes import stored_dtype, stored_value
 from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.mesh import Mesh
 from tfdist.sharding.parts import FlatShard, NestedSlice, Slice
+from tfdist.step.local_steps import held_optimizers
 from tfdist.utils import checks
 from tfdist.utils.places import places_by, replace_at
 from tfdist.utils.temporary import attributes_set
@@ -97,6 +98,11 @@ class VariableLayout:
         """The mesh axes over which the gradient is summed, without those that split the variable."""
         split = () if self.slice is None else self.slice.group.axes
         return tuple(axis for axis in mesh.gradient_axes if axis not in split)
+
+    def summed_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes over which parts of the gradient are summed, also those of `partial_over`."""
+        more = () if self.partial_over is None else self.partial_over.axes
+        return (*self.gradient_axes(mesh), *more)
 
     def has_global_gradient(self, mesh: Mesh) -> bool:
         """Whether a rank's gradient is of the global loss, and not of its loss: see `tfdist.step.keras_step`.
@@ -249,9 +255,9 @@ def replicated_variables(
 
 
 def variables_of(model) -> list:
-    """The variables of a model and its optimizer; none for other objects."""
-    optimizer = getattr(model, "optimizer", None)
-    return [*getattr(model, "variables", ()), *getattr(optimizer, "variables", ())]
+    """The variables of a model and its optimizers; none for other objects."""
+    optimizers = held_optimizers(model).values() if hasattr(model, "variables") else ()
+    return [v for each in (model, *optimizers) for v in getattr(each, "variables", ())]
 
 
 def sum_over_parts(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import own_non_trainable
+from tfdist.backend.keras.attributes import accumulators, micro_steps, own_non_trainable
 from tfdist.backend.keras.functional import is_deferred
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import flattened, unflattened
+from tfdist.step.context import strategy_of
+from tfdist.step.local_steps import held_optimizers, local_optimizer, optimizers_in
+from tfdist.utils.places import places_by
 
 
 def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras.Variable]:
@@ -52,6 +56,23 @@ def average_states(states: Sequence[keras.Variable], group: Group) -> None:
     flat = tf.where(extremes[0] == -extremes[1], flat, mean)
     for state, value in zip(states, unflattened(flat, values), strict=True):
         state.assign(value)
+
+
+def average_accumulated(model: Any) -> None:
+    """Averages the gradients of a part of an update, which each rank accumulates from its own rows.
+
+    The update takes their mean over the ranks, so that it stays the same. Others than this rank's may be saved.
+    """
+    strategy = strategy_of(model)
+    if strategy is None or strategy.zero_stage >= 2 or local_optimizer(model) is not None:
+        return  # Ranks accumulate reduced gradients, or their own.
+    for optimizer in (x for held in held_optimizers(model).values() for x in optimizers_in(held)):
+        steps = getattr(optimizer, "gradient_accumulation_steps", None)
+        if steps and optimizer.built and int(micro_steps(optimizer).numpy()) % steps:
+            some = list(accumulators(optimizer))
+            axes = [layout_of(each).summed_axes(strategy.mesh) for each in some]
+            for over, places in places_by(axes).items():
+                average_states([some[place] for place in places], strategy.group(*over))
 
 
 def _is_same_on_all_ranks(layer: keras.Layer) -> bool:

@@ -93,7 +93,7 @@ def local_optimizer(model: Any) -> LocalSteps | None:
             ranks.
     """
     held, found = held_optimizers(model), None
-    for each in held:
+    for each in held.values():
         around: list = []
         for one in optimizers_in(each):
             if isinstance(one, LocalSteps):
@@ -120,10 +120,13 @@ def global_parameters(model: Any) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if local is None else local.global_parameters()
 
 
-def held_optimizers(model: Any) -> list:
-    """The optimizers that are attributes of a model, each once."""
-    held = (getattr(model, "optimizer", None), *vars(model).values())
-    return list({id(x): x for x in held if hasattr(type(x), "apply_gradients")}.values())
+def held_optimizers(model: Any) -> dict[str, Any]:
+    """The optimizers that are attributes of a model, each once, by the name of the attribute."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, each in (("optimizer", getattr(model, "optimizer", None)), *vars(model).items()):
+        if hasattr(type(each), "apply_gradients"):
+            found.setdefault(id(each), (name, each))
+    return dict(found.values())
 
 
 def group_in_step(group: Group, ranks: frozenset[int] | None) -> Group:

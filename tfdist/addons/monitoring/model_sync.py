@@ -17,7 +17,7 @@ from tfdist.addons.monitoring.rerun import RecordedSteps, State
 from tfdist.backend.keras.attributes import stored_value
 from tfdist.collectives.objects import all_gather_object
 from tfdist.runtime import exit_codes, uncaught
-from tfdist.sharding.layout import layout_of, replicated_variables
+from tfdist.sharding.layout import layout_of, replicated_variables, variables_of
 from tfdist.sharding.states import layer_states
 from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitContext, FitHook
@@ -127,10 +127,9 @@ def _checksums(model: keras.Model, state: State | None = None) -> _Sums:
     local = {id(variable) for variable in layer_states(model)}
     apart = local_optimizer(model)
     compared = replicated_variables(model)
-    optimizer = getattr(model, "optimizer", None)
     compared += [
         (variable, layout_of(variable).replicated_axes(mesh))
-        for variable in [*model.variables, *([] if optimizer is None else optimizer.variables)]
+        for variable in variables_of(model)
         if layout_of(variable).flat is not None
     ]
     if apart is not None and not apart.is_apart:

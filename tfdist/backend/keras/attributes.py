@@ -116,6 +116,7 @@ initial_epoch = Attribute("_initial_epoch", TensorFlowTrainer)
 
 # Of optimizers. Without the variables of an inner optimizer.
 own_variables = Attribute("_variables", BaseOptimizer)
+accumulators = Attribute("_accumulated_gradients", BaseOptimizer)
 # A method: the index of the optimizer's variables for a parameter, or for its TensorFlow variable.
 place_of = Attribute("_get_variable_index", BaseOptimizer)
 # `iterations` only counts updates if gradients are accumulated.
