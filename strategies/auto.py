@@ -12,7 +12,8 @@ from tfdist.mesh import Mesh
 from tfdist.runtime.horovod_variables import has_nccl, started_by_horovod
 from tfdist.runtime.plugins import load_plugins
 from tfdist.runtime.tf_config import read_tf_config, started_by_tf_config
-from tfdist.strategies.parallel import check_options, script_name
+from tfdist.strategies.options import checked_options
+from tfdist.strategies.parallel import script_name
 from tfdist.strategies.registry import registered
 from tfdist.utils.lazy import require_addon
 
@@ -52,7 +53,7 @@ def auto(mesh: Mesh | None = None, **options) -> tf.distribute.Strategy:
         if each.detect():
             logging.info("tfdist: %s, which has detected this launch.", each.name)
             return each.make(mesh, **options)
-    check_options(mesh, None, **options)
+    checked_options(mesh, None, options)
     kind, reason = _detected()
     logging.info("tfdist: %s, because %s.", kind, reason)
     if kind == "LocalStrategy":

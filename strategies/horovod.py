@@ -5,7 +5,8 @@ from __future__ import annotations
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
 from tfdist.strategies.devices import check_devices
-from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, check_options, meeting
+from tfdist.strategies.options import checked_options
+from tfdist.strategies.parallel import ParallelStrategy, meeting
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -18,30 +19,20 @@ class HorovodStrategy(ParallelStrategy):
     Args:
         mesh: The mesh of the ranks; all ranks are on the data axis by default.
         engine: A running `HorovodEngine`, in place of a new one for `mesh`.
-        watchdog_seconds: As in `ParallelStrategy`; also the timeout of the rendezvous of the ranks.
-        **options: Other options of `ParallelStrategy`.
+        **options: The options of `ParallelStrategy`; `watchdog_seconds` is also the timeout of the rendezvous.
 
     Raises:
         ImportError: Horovod is not installed.
         ValueError: The mesh does not match the number of ranks.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh | None = None,
-        *,
-        engine: Engine | None = None,
-        watchdog_seconds: float = WATCHDOG_SECONDS,
-        deterministic: bool = False,
-        **options,
-    ):
-        options |= {"watchdog_seconds": watchdog_seconds, "deterministic": deterministic}
-        check_options(mesh, engine, **options)
+    def __init__(self, mesh: Mesh | None = None, *, engine: Engine | None = None, **options):
+        given = checked_options(mesh, engine, options)
         if engine is None:
             from tfdist.collectives.horovod import start
             from tfdist.runtime.horovod_variables import started_by_horovod
 
-            with meeting(started_by_horovod(), watchdog_seconds):
-                engine = start(mesh, deterministic=deterministic)
+            with meeting(started_by_horovod(), given.watchdog_seconds):
+                engine = start(mesh, deterministic=given.deterministic)
                 check_devices(engine)
         super().__init__(engine, **options)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.local import LocalEngine
 from tfdist.mesh import Mesh
-from tfdist.strategies.parallel import ParallelStrategy, check_options
+from tfdist.strategies.options import checked_options
+from tfdist.strategies.parallel import ParallelStrategy
 
 
 class LocalStrategy(ParallelStrategy):
@@ -21,5 +22,5 @@ class LocalStrategy(ParallelStrategy):
     """
 
     def __init__(self, mesh: Mesh | None = None, *, engine: Engine | None = None, **options):
-        check_options(mesh, engine, **options)
+        checked_options(mesh, engine, options)
         super().__init__(LocalEngine(mesh) if engine is None else engine, **options)

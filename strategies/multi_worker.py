@@ -6,7 +6,8 @@ from tfdist.collectives.engine import Engine
 from tfdist.collectives.tensorflow import COMMUNICATIONS
 from tfdist.mesh import Mesh
 from tfdist.strategies.devices import check_devices
-from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, check_options, meeting
+from tfdist.strategies.options import checked_options
+from tfdist.strategies.parallel import ParallelStrategy, meeting
 from tfdist.utils import checks
 
 
@@ -22,8 +23,7 @@ class MultiWorkerStrategy(ParallelStrategy):
         communication: "auto", "ring" or "nccl", for a new engine.
         p2p: Whether to use peer-to-peer collectives, in groups of up to 8 ranks on CPUs.
             `tfdist-install-horovod` builds the library for them.
-        watchdog_seconds: As in `ParallelStrategy`; also the timeout of the rendezvous of the ranks.
-        **options: Other options of `ParallelStrategy`.
+        **options: The options of `ParallelStrategy`; `watchdog_seconds` is also the timeout of the rendezvous.
 
     Raises:
         ValueError: TF_CONFIG is malformed, or the mesh does not match the number of workers.
@@ -37,19 +37,17 @@ class MultiWorkerStrategy(ParallelStrategy):
         engine: Engine | None = None,
         communication: str = "auto",
         p2p: bool = False,
-        watchdog_seconds: float = WATCHDOG_SECONDS,
         **options,
     ):
         checks.one_of("communication", communication, COMMUNICATIONS)
-        options |= {"watchdog_seconds": watchdog_seconds}
-        check_options(mesh, engine, **options)
+        given = checked_options(mesh, engine, options)
         checks.boolean("p2p", p2p)
         if engine is None:
             from tfdist.collectives.p2p import with_p2p
             from tfdist.collectives.tensorflow import TensorFlowEngine
             from tfdist.runtime.tf_config import started_by_tf_config
 
-            with meeting(started_by_tf_config(), watchdog_seconds):
+            with meeting(started_by_tf_config(), given.watchdog_seconds):
                 engine = TensorFlowEngine(mesh, communication)
                 if p2p:
                     engine = with_p2p(engine)

@@ -16,8 +16,6 @@ from absl import logging
 from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
 from tfdist.data.random_state import share_random_state
-from tfdist.gradients.stage import GradientStage, Position
-from tfdist.mesh import Mesh
 from tfdist.runtime.plugins import load_plugins
 from tfdist.step.context import DistributedStrategy, current_replica
 from tfdist.step.gradient_options import GradientOptions, default_bucket_bytes
@@ -30,6 +28,7 @@ from tfdist.strategies.extended import ParallelExtended
 from tfdist.strategies.keras_patches.compiling import compiled, compiles
 from tfdist.strategies.keras_patches.scopes import record_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
+from tfdist.strategies.options import checked_options
 from tfdist.utils import checks
 from tfdist.utils.lazy import require_addon
 from tfdist.watchdog.watchdog import Watchdog, startup_guard
@@ -37,12 +36,7 @@ from tfdist.watchdog.watchdog import Watchdog, startup_guard
 if TYPE_CHECKING:
     from tfdist.step.shares import MeasuredShares
 
-#: Longer than normal pauses between two collectives, for loading data, tracing and saving.
-WATCHDOG_SECONDS = 600.0
-
 _MIB = 1 << 20
-#: More than the memory of any rank, and small enough for byte counts in an int64.
-_MOST_BUCKET_MIB = 1 << 20
 
 
 class ParallelStrategy(DistributedStrategy):
@@ -85,56 +79,34 @@ class ParallelStrategy(DistributedStrategy):
         ValueError: An argument is out of its range.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        zero_stage: int = 0,
-        bucket_mib: float | None = None,
-        communication_dtype: str | None = None,
-        compression: GradientStage | None = None,
-        gradient_stages: Sequence[GradientStage] = (),
-        batch_shares: str | MeasuredShares | Sequence[float] | None = None,
-        watchdog_seconds: float = WATCHDOG_SECONDS,
-        deterministic: bool = False,
-    ):
+    def __init__(self, engine: Engine, **options):
         checks.instance("engine", engine, Engine, "an Engine of tfdist.collectives")
-        check_options(
-            None,
-            engine,
-            zero_stage=zero_stage,
-            bucket_mib=bucket_mib,
-            communication_dtype=communication_dtype,
-            compression=compression,
-            gradient_stages=gradient_stages,
-            batch_shares=batch_shares,
-            watchdog_seconds=watchdog_seconds,
-            deterministic=deterministic,
-        )
+        given = checked_options(None, engine, options)
         load_plugins()
-        if deterministic and not engine.is_deterministic:
+        if given.deterministic and not engine.is_deterministic:
             raise ValueError(
                 "deterministic=True requires an engine that was created with deterministic=True. Received: "
                 "an engine that was created without it."
             )
         self.engine = engine
+        mib, dtype = given.bucket_mib, given.communication_dtype
         self.gradient_options = GradientOptions(
-            default_bucket_bytes() if bucket_mib is None else int(bucket_mib * _MIB),
-            None if communication_dtype is None else tf.as_dtype(communication_dtype),
+            default_bucket_bytes() if mib is None else int(mib * _MIB),
+            None if dtype is None else tf.as_dtype(dtype),
         )
         share_random_state(engine.group())
         super().__init__(ParallelExtended(self))
-        self.gradient_stages += [*gradient_stages, *([] if compression is None else [compression])]
+        self.gradient_stages += given.stages
         self.fit_hooks += [stage for stage in self.gradient_stages if isinstance(stage, FitHook)]
-        if batch_shares is not None:
-            self._share_rows(batch_shares)
+        if given.batch_shares is not None:
+            self._share_rows(given.batch_shares)
         # One rank holds everything.
-        self.zero_stage = zero_stage if self.gradient_group.size > 1 else 0
+        self.zero_stage = given.zero_stage if self.gradient_group.size > 1 else 0
         if self.zero_stage == 3:
             importlib.import_module("tfdist.zero.unshard")
         self._watchdog = None
-        if watchdog_seconds and engine.size > 1:
-            self._watchdog = Watchdog(engine, watchdog_seconds)
+        if given.watchdog_seconds and engine.size > 1:
+            self._watchdog = Watchdog(engine, given.watchdog_seconds)
         keras_patches.install()
         record_strategy(self)
 
@@ -264,73 +236,6 @@ class ParallelStrategy(DistributedStrategy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mesh!r})"
-
-
-def check_options(
-    mesh: Mesh | None,
-    engine: Engine | None,
-    *,
-    zero_stage: int = 0,
-    bucket_mib: float | None = None,
-    communication_dtype: str | None = None,
-    compression: GradientStage | None = None,
-    gradient_stages: Sequence[GradientStage] = (),
-    batch_shares: str | MeasuredShares | Sequence[float] | None = None,
-    watchdog_seconds: float = WATCHDOG_SECONDS,
-    deterministic: bool = False,
-) -> None:
-    """Checks the arguments of a strategy, before the rendezvous of its ranks.
-
-    Args:
-        mesh: The mesh, for a new engine.
-        engine: A running engine.
-        zero_stage: As in `ParallelStrategy`.
-        bucket_mib: As in `ParallelStrategy`.
-        communication_dtype: As in `ParallelStrategy`.
-        compression: As in `ParallelStrategy`.
-        gradient_stages: As in `ParallelStrategy`.
-        batch_shares: As in `ParallelStrategy`.
-        watchdog_seconds: As in `ParallelStrategy`.
-        deterministic: As in `ParallelStrategy`.
-
-    Raises:
-        ValueError: A value is out of its range.
-        TypeError: An argument has another type.
-    """
-    checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
-    checks.instance("engine", engine, Engine, "an Engine of tfdist.collectives", optional=True)
-    if mesh is not None and engine is not None:
-        raise ValueError(
-            f"`mesh` is not supported together with `engine`, which has a mesh. Received: mesh={mesh!r}."
-        )
-    checks.integer("zero_stage", zero_stage, minimum=0, maximum=3)
-    checks.number("bucket_mib", bucket_mib, above=0, maximum=_MOST_BUCKET_MIB, optional=True)
-    checks.one_of(
-        "communication_dtype", communication_dtype, ("bfloat16", "float16"), optional=True
-    )
-    is_compressor = (
-        isinstance(compression, GradientStage) and compression.position is Position.REDUCE
-    )
-    if compression is not None and not is_compressor:
-        meaning = "a Compressor, such as those of tfdist.addons.slow_links"
-        raise checks.refuse("compression", compression, meaning, TypeError)
-    is_list = isinstance(gradient_stages, Sequence) and not isinstance(gradient_stages, str | bytes)
-    if not is_list or not all(isinstance(each, GradientStage) for each in gradient_stages):
-        meaning = "a sequence of tfdist.extend.GradientStage"
-        raise checks.refuse("gradient_stages", gradient_stages, meaning, TypeError)
-    reducing = [stage for stage in gradient_stages if stage.position is Position.REDUCE]
-    reducing += [] if compression is None else [compression]
-    if reducing and zero_stage == 3:
-        raise ValueError(
-            "Compression, and other stages that reduce gradients, are not supported with zero_stage=3, which "
-            f"reduces them layer by layer. Received: zero_stage=3, {reducing[0]!r}. Use zero_stage=2."
-        )
-    checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
-    if batch_shares is not None:
-        from tfdist.step.shares import check_batch_shares
-
-        check_batch_shares(batch_shares)
-    checks.boolean("deterministic", deterministic)
 
 
 def script_name() -> str:

@@ -14,7 +14,7 @@ from tfdist.backend.keras.private import GeneratorDataAdapter, PyDatasetAdapter,
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.position import DataPosition
 from tfdist.data.read_ahead import drawn_when_needed
-from tfdist.data.sharding import is_none, length_varies, own_batches
+from tfdist.data.sharding import is_none, length_varies
 from tfdist.step.context import DistributedStrategy
 from tfdist.strategies.keras_patches.agreement import compare_first_batches
 
@@ -68,7 +68,6 @@ def _init(self, distribute_strategy=None, *args, original, **kwargs):
             self._enumerate_iterator = functools.partial(
                 _with_comparison, self._enumerate_iterator, distribute_strategy, first
             )
-    count_own_batches(self)
     if length_varies(self._distributed_dataset):
         self._enumerate_iterator = functools.partial(_to_the_end, self, self._enumerate_iterator)
     if _open and (position := _open[-1]).adopt(self):
@@ -109,36 +108,3 @@ def _to_the_end(source, original):
     """The steps of an epoch; otherwise Keras would end each epoch after the number of steps of the first."""
     attributes.num_batches.set(source, None)
     return original()
-
-
-def count_own_batches(iterator) -> None:
-    """Makes Keras' loop count only the batches of this worker, if it has only some of them."""
-    share = own_batches(iterator._distributed_dataset)
-    if share is not None:
-        iterator.data_adapter = _OwnBatches(iterator.data_adapter, *share)
-        iterator._num_batches = iterator.data_adapter.num_batches
-
-
-class _OwnBatches:
-    """A data adapter of Keras that counts only this worker's batches."""
-
-    def __init__(self, adapter, num_workers: int, worker: int):
-        self._adapter = adapter
-        self._num_workers, self._worker = num_workers, worker
-
-    def __getattr__(self, name: str):
-        return getattr(self._adapter, name)
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of this worker's batches in an epoch; None if it is unknown."""
-        total = self._adapter.num_batches
-        if total is None:
-            return None
-        if total < self._num_workers:
-            raise ValueError(
-                "An epoch must have at least one batch for each worker. Received: "
-                f"{total} batch(es) for {self._num_workers} workers. Use smaller batches, or fewer "
-                "workers."
-            )
-        return len(range(self._worker, total, self._num_workers))

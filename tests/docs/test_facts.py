@@ -106,7 +106,7 @@ def sentences() -> list[tuple[str, str]]:
     from tfdist.runtime.versions import RANGES
     from tfdist.step.gradient_options import BUCKET_BYTES
     from tfdist.step.shares import MeasuredShares
-    from tfdist.strategies.parallel import WATCHDOG_SECONDS
+    from tfdist.strategies.options import StrategyOptions
 
     def range_of(name: str) -> str:
         (major, first), (_, end) = RANGES[name]
@@ -134,7 +134,10 @@ def sentences() -> list[tuple[str, str]]:
             "tfdist/addons/slow_links/README.md",
             f"The first `start_step` steps ({start_step}) are not compressed",
         ),
-        ("docs/troubleshooting.md", f"sets the time ({WATCHDOG_SECONDS:g} by default"),
+        (
+            "docs/troubleshooting.md",
+            f"sets the time ({StrategyOptions.watchdog_seconds:g} by default",
+        ),
         ("docs/checkpoints.md", f"a file that is renewed every {_RENEW_SECONDS:g} s"),
         ("docs/checkpoints.md", f"elsewhere after {STALE_SECONDS:g} s without renewal"),
         (

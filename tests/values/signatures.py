@@ -430,8 +430,8 @@ def argument_names(name: str, value: Callable) -> dict[str, inspect.Parameter]:
     found = dict(inspect.signature(value).parameters)
     options = found.get("options")
     if options is not None and options.kind is inspect.Parameter.VAR_KEYWORD:
-        base = inspect.signature(tfdist.strategies.parallel.ParallelStrategy).parameters
-        found |= {key: each for key, each in base.items() if key not in ("engine", *found)}
+        base = inspect.signature(tfdist.strategies.options.StrategyOptions).parameters
+        found |= {key: each for key, each in base.items() if key not in found}
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {key: each for key, each in found.items() if each.kind not in variadic}
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _MARK = "_tfdist_per_rank"
 _GLOBAL = "_tfdist_global_batches"
-_OWN_BATCHES = "_tfdist_own_batches"
 _LENGTH_VARIES = "_tfdist_length_varies"
 
 
@@ -96,11 +95,6 @@ def shard_batches(
         sharded = map_elements(dataset, take_rows).with_options(options)
         sharded = sharded.prefetch(ahead) if ahead else sharded
     return _marked(_marked(sharded, _GLOBAL, dataset), _MARK)
-
-
-def own_batches(dataset) -> tuple[int, int] | None:
-    """The number of shards and the shard of a dataset with whole batches; None for others."""
-    return getattr(dataset, _OWN_BATCHES, None)
 
 
 def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -> tf.data.Dataset:
@@ -187,11 +181,6 @@ def mark_per_rank(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def is_per_rank(dataset) -> bool:
     """Whether a dataset, or one of its inputs, was marked as one rank's own."""
     return has_mark(dataset, _MARK)
-
-
-def mark_own_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
-    """Marks a dataset as every `num_shards`-th batch of another one, and returns it: see `own_batches`."""
-    return _marked(mark_per_rank(dataset), _OWN_BATCHES, (num_shards, index))
 
 
 def mark_length_varies(dataset: tf.data.Dataset) -> tf.data.Dataset:

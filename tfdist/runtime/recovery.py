@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from pathlib import Path
-
-import psutil
 
 #: A variable in which a launcher passes when the previous run failed, in seconds since the epoch.
 FAILED_AT = "TFDIST_FAILED_AT"
 #: A variable in which a launcher passes the file that names the newest checkpoint.
 NEWEST = "TFDIST_NEWEST_CHECKPOINT"
-
-
-def down_since() -> float:
-    """When the previous run failed, if a launcher passes it; otherwise when this process began.
-
-    Returns:
-        Seconds since the epoch, in the past.
-    """
-    now, begun = time.time(), psutil.Process().create_time()
-    with contextlib.suppress(KeyError, ValueError):
-        begun = float(os.environ[FAILED_AT])
-    # The clocks of hosts differ, and one may have been set.
-    return min(now, begun)
 
 
 def note_newest(path: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist.addons.asynchronous.batches import shard_whole_batches, shard_whole_steps
+from tfdist.addons.asynchronous.batches import PATCHES, shard_whole_batches, shard_whole_steps
 from tfdist.addons.asynchronous.cluster import cluster_from_environment, local_cluster
 from tfdist.addons.asynchronous.hosted_model import HostedModel
 from tfdist.addons.asynchronous.parameter_server_checks import check_backup, check_model
@@ -32,6 +32,7 @@ from tfdist.addons.asynchronous.strategies import (
     overridden,
 )
 from tfdist.addons.asynchronous.table_lookups import looking_up, tables
+from tfdist.backend.keras.patching import apply_patches
 from tfdist.backend.keras.private import all_layers
 from tfdist.callbacks import Checkpointer
 from tfdist.data.sharding import mark_per_rank
@@ -148,6 +149,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
         self._hosted: HostedModel | None = None
         self._wants_own_batches = False
         keras_patches.install()
+        apply_patches(PATCHES)
         logging.info(
             "tfdist: worker %d of %d, with %d parameter server(s).",
             self.worker_index,

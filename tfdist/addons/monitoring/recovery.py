@@ -7,8 +7,10 @@ import json
 import os
 import time
 
+import psutil
+
 from tfdist.runtime.directories import is_address
-from tfdist.runtime.recovery import down_since
+from tfdist.runtime.recovery import FAILED_AT
 
 #: Written about once a second: the step that a training has reached.
 _PROGRESS = "progress.json"
@@ -59,7 +61,7 @@ class Recovery:
             step: The step of the checkpoint.
             load: The seconds in which it was restored.
         """
-        self._start, self._load = time.time() - down_since() - load, load
+        self._start, self._load = time.time() - _down_since() - load, load
         self._loaded = time.monotonic()
         self._until = max(self.read(), step + 1)
 
@@ -73,3 +75,16 @@ class Recovery:
             f"Recovered in {self._start + self._load + replay:.1f} s: {self._start:.1f} start, "
             f"{self._load:.1f} load, {replay:.1f} replay."
         )
+
+
+def _down_since() -> float:
+    """When the previous run failed, if a launcher passes it; otherwise when this process began.
+
+    Returns:
+        Seconds since the epoch, in the past.
+    """
+    now, begun = time.time(), psutil.Process().create_time()
+    with contextlib.suppress(KeyError, ValueError):
+        begun = float(os.environ[FAILED_AT])
+    # The clocks of hosts differ, and one may have been set.
+    return min(now, begun)
