@@ -54,7 +54,12 @@ STANDS_FOR = {
 }
 
 #: What is described beside the public names, and linked to: the base that has their common arguments.
-BASES = {"tfdist.strategies": ["tfdist.strategies.parallel.ParallelStrategy"]}
+BASES = {
+    "tfdist.strategies": [
+        "tfdist.strategies.parallel.ParallelStrategy",
+        "tfdist.strategies.options.StrategyOptions",
+    ]
+}
 #: Of the members that these inherit, those that programs use.
 INHERITED = {"tfdist.strategies.parallel.ParallelStrategy": ["mesh", "is_chief", "group"]}
 #: Methods that Keras' loops are patched to call, not programs.

@@ -31,7 +31,7 @@ def auto(mesh: Mesh | None = None, **options) -> tf.distribute.Strategy:
 
     Args:
         mesh: The mesh of the ranks; all ranks are on the data axis by default.
-        **options: The options of `ParallelStrategy`.
+        **options: Those of `StrategyOptions`.
 
     Raises:
         ValueError: Horovod's variables and TF_CONFIG contradict each other, the mesh does not match the

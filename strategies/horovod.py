@@ -19,7 +19,7 @@ class HorovodStrategy(ParallelStrategy):
     Args:
         mesh: The mesh of the ranks; all ranks are on the data axis by default.
         engine: A running `HorovodEngine`, in place of a new one for `mesh`.
-        **options: The options of `ParallelStrategy`; `watchdog_seconds` is also the timeout of the rendezvous.
+        **options: Those of `StrategyOptions`; `watchdog_seconds` is also the timeout of the rendezvous.
 
     Raises:
         ImportError: Horovod is not installed.

@@ -15,7 +15,7 @@ class LocalStrategy(ParallelStrategy):
     Args:
         mesh: A mesh of one rank.
         engine: A `LocalEngine`, in place of a new one.
-        **options: The options of `ParallelStrategy`.
+        **options: Those of `StrategyOptions`.
 
     Raises:
         ValueError: The mesh has more than one rank.

@@ -23,7 +23,7 @@ class MultiWorkerStrategy(ParallelStrategy):
         communication: "auto", "ring" or "nccl", for a new engine.
         p2p: Whether to use peer-to-peer collectives, in groups of up to 8 ranks on CPUs.
             `tfdist-install-horovod` builds the library for them.
-        **options: The options of `ParallelStrategy`; `watchdog_seconds` is also the timeout of the rendezvous.
+        **options: Those of `StrategyOptions`; `watchdog_seconds` is also the timeout of the rendezvous.
 
     Raises:
         ValueError: TF_CONFIG is malformed, or the mesh does not match the number of workers.

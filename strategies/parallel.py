@@ -55,25 +55,7 @@ class ParallelStrategy(DistributedStrategy):
 
     Args:
         engine: The engine of the collectives, with the mesh.
-        zero_stage: ZeRO stage: 0 replicates everything; 1 shards the optimizer's state over the data
-            parallel ranks; 2 also gradients; 3 also parameters. See docs/memory.md.
-        bucket_mib: MiB of gradients that are sent as one tensor; None for 4, or 64 on GPUs. `tfdist-bench
-            buckets` measures the best size for a network.
-        communication_dtype: "bfloat16" or "float16": gradients of wider dtypes are sent in this dtype, with
-            half the bytes and a rounding error. None for their own dtype, as exact as one process.
-        compression: A compressor of gradients between the data parallel ranks for slow links, such as
-            `tfdist.addons.slow_links.PowerSGD(rank=4)`. See tfdist/addons/slow_links/README.md.
-        gradient_stages: Stages that change, measure or reduce gradients, in this order, before
-            `compression`: see `tfdist.extend.GradientStage`.
-        batch_shares: If ranks are not equally fast: a number for each rank with different rows, such as
-            [3, 1], "measured" for shares that follow the measured speeds, or a `MeasuredShares`. Batches and
-            results stay those of one process. See tfdist/addons/unequal_ranks/README.md.
-        watchdog_seconds: The seconds after which a rank that is missing at a collective, or frozen, ends the
-            job; 0 for never. A rank that dies ends it immediately.
-        deterministic: Whether the same program on the same mesh and number of hosts gives bitwise identical
-            numbers. TensorFlow's engine always adds up in the same order; Horovod does without fusion, which
-            this disables. For determinism inside a rank on a GPU, also call
-            `tf.config.experimental.enable_op_determinism()`.
+        **options: The attributes of `StrategyOptions`.
 
     Raises:
         ValueError: An argument is out of its range.
