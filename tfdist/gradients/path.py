@@ -19,13 +19,7 @@ from tfdist.backend.clock.stamps import reducing
 from tfdist.gradients.items import GradientItem, items_of
 from tfdist.gradients.norms import clip_spread_gradients, weighted_square
 from tfdist.gradients.origins import Origin
-from tfdist.gradients.reduce import (
-    largest_values,
-    own_parts,
-    reduce_items,
-    sum_partial_gradients,
-    weigh_items,
-)
+from tfdist.gradients.reduce import own_parts, reduce_items, sum_partial_gradients, weigh_items
 from tfdist.gradients.stage import Position, Stages
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.updates import needs_rows
@@ -62,7 +56,6 @@ class GradientPath:
     def weigh(self, gradients: Sequence) -> list:
         """Multiplies by this rank's share of the samples; drops variables that Keras leaves out."""
         own = own_parts(gradients, self._variables, self._origins, self._replica)
-        own = largest_values(self._items(own), self._replica.gradient_group)
         found = weigh_items(self._items(own), self._replica)
         found = self._stages.through(Position.LOCAL, self._items(found))
         kept = [place for place, item in enumerate(self._items(found)) if item.is_gradient]

@@ -78,7 +78,11 @@ def _with_variables_shape(gradient, variable, replica: ReplicaContext):
 def weigh_items(items: Sequence[GradientItem], replica: ReplicaContext) -> list:
     """The gradients of items, weighted by this rank's share of the samples, unless they are global.
 
-    Gradients of flat shards were weighted when they were reduced.
+    Gradients of flat shards were weighted when they were reduced. New values in place of gradients become the
+    largest ones of the ranks: those of float8 layers are the largest entries of tensors.
+
+    Raises:
+        ValueError: ZeRO-3 shards a variable that gets such a value.
     """
     found, mesh = [item.gradient for item in items], replica.strategy.mesh
     places = [
@@ -87,27 +91,15 @@ def weigh_items(items: Sequence[GradientItem], replica: ReplicaContext) -> list:
         if not (item.is_reduced or item.overwrites or item.layout.has_global_gradient(mesh))
     ]
     replace_at(found, places, weigh_gradients([found[place] for place in places], replica.step))
-    return found
-
-
-def largest_values(items: Sequence[GradientItem], group: Group) -> list:
-    """The gradients of items; new values in place of gradients become the largest ones of the ranks.
-
-    Those of float8 layers are the largest entries of tensors. Keras accumulates them by the maximum, too.
-
-    Raises:
-        ValueError: ZeRO-3 shards such a variable.
-    """
-    found = [item.gradient for item in items]
     places = [p for p, item in enumerate(items) if item.overwrites and found[p] is not None]
-    if places and group.size > 1:
+    if places and replica.gradient_group.size > 1:
         if items[places[0]].layout.flat is not None:
             raise ValueError(
                 "ZeRO-3 requires variables with gradients, unlike the scales of float8 layers. Received: "
                 f"`{items[places[0]].variable.path}`. Use `zero_stage=2`."
             )
         own = [found[place] for place in places]
-        largest = all_reduce(flattened(own), group, "max", name="overwriting-values")
+        largest = all_reduce(flattened(own), replica.gradient_group, "max", name="new-values")
         replace_at(found, places, unflattened(largest, own))
     return found
 
