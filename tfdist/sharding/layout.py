@@ -255,9 +255,10 @@ def replicated_variables(
 
 
 def variables_of(model) -> list:
-    """The variables of a model and its optimizers; none for other objects."""
+    """The variables of a model and its optimizers, each once; none for other objects."""
     optimizers = held_optimizers(model).values() if hasattr(model, "variables") else ()
-    return [v for each in (model, *optimizers) for v in getattr(each, "variables", ())]
+    found = [v for each in (model, *optimizers) for v in getattr(each, "variables", ())]
+    return list({id(variable): variable for variable in found}.values())
 
 
 def sum_over_parts(
