@@ -47,6 +47,26 @@ def test_at_an_end_that_nobody_knew(one_process, tmp_path):
     check(one_process, tmp_path, {"data": 1}, [resume_programs.BATCHES], **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("saver_last", [False, True])
+def test_at_the_end_of_an_epoch(one_process, tmp_path, saver_last):
+    """Callbacks begin the next epoch once, before or after the Checkpointer."""
+    options = {"every_steps": resume_programs.BATCHES, "asynchronous": False}
+    options["saver_last"] = saver_last
+    check(one_process, tmp_path, {"data": 1}, [resume_programs.BATCHES + 1], **options)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("saver_last", [False, True])
+@pytest.mark.parametrize("swap_on_epoch", [False, True])
+def test_averages_that_are_in_the_model(pool, tmp_path, swap_on_epoch, saver_last):
+    options = {"build_model": resume_programs.averaged, "swap_on_epoch": swap_on_epoch}
+    interrupts = [resume_programs.BATCHES + 1, 6]
+    options |= {"every_steps": 5, "asynchronous": False, "saver_last": saver_last}
+    check(pool, tmp_path, {"data": 2}, interrupts, **options)
+
+
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 def test_data_parallel(pool, tmp_path):
     check(pool, tmp_path, {"data": 2}, [7, 9])

@@ -49,7 +49,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
 
     A checkpoint contains all that determines the rest of the training: weights, optimizer, loss scale,
     metrics, the epoch and the position in the data, random states, the history, and the counters of
-    EarlyStopping, ReduceLROnPlateau and ModelCheckpoint. A program that sets a seed and resumes on the
+    EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and SwapEMAWeights. A program that sets a seed and resumes on the
     same mesh ends with bitwise the same weights as one that was never interrupted. On a different mesh
     it resumes with the same samples.
 
@@ -133,6 +133,9 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
             return
         self._position, self._callbacks = fit.position, fit.callbacks
         self._position.batch_size, self._position.put_back = self._batch_size, self._put_back
+        # Before another callback begins the epoch, and changes the rate or the weights, wherever this one is.
+        first = keras.callbacks.LambdaCallback(on_epoch_begin=self._begin_epoch)
+        fit.arguments["callbacks"] = [first, *self._callbacks]
         try:
             yield
         finally:
@@ -214,7 +217,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         if self._recovery is not None:
             self._recovery.restored(self._step, time.monotonic() - begun)
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def _begin_epoch(self, epoch: int, logs: Any) -> None:
         """Saves if it is time; restores metrics in the first epoch after a resume."""
         self._first_batch = 0
         self._epoch, self._epoch_step, self._ended = epoch, self._step, 0

@@ -12,7 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import batches_since_save, initial_epoch, last_batch
+from tfdist.backend.keras.attributes import (
+    averages_in_model,
+    batches_since_save,
+    initial_epoch,
+    last_batch,
+)
 from tfdist.backend.keras.private import GLOBAL_SEED_GENERATOR, global_state
 from tfdist.checkpoint.kept import named_states
 from tfdist.data.position import DataPosition
@@ -27,6 +32,7 @@ _COUNTED = (
     "cooldown_counter",
     "stopped_epoch",
     "wait",
+    averages_in_model.name,
     batches_since_save.name,
     last_batch.name,
 )
@@ -34,6 +40,7 @@ _COUNTING = (
     keras.callbacks.EarlyStopping,
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
 )
 
 
