@@ -146,7 +146,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._position = None
         if self.model is not None:  # Else `fit` has failed before training.
             initial_epoch.set(self.model, None)
-        if self._before is not None and not self._terminated.is_set():
+        if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         self._before = None
         if self._directory_lock is not None:
@@ -351,11 +351,11 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
     # -- SIGTERM --------------------------------------------------------------------------------
 
     def _on_sigterm(self, number, frame) -> None:
+        # Later ones have no effect: schedulers and launchers repeat the signal while the ranks save.
         self._terminated.set()
-        # A second SIGTERM ends the process without a save.
-        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _end(self) -> None:
+        self._before = None  # A SIGTERM must not change the exit code of a process that is ending.
         if self._group.rank == 0:
             _logger.warning("Received SIGTERM: saved after step %d.", self._step)
         raise SystemExit(PREEMPTED)

@@ -31,16 +31,20 @@ def entries_of(
     """The entries of this rank for the variables of a model and of its optimizer.
 
     Args:
-        model: The model, built, with an optimizer that is built, if there is one.
+        model: The model, built. Its optimizer is built, if there is one.
         states: What else is saved; by default the states of the strategy and its stages.
         form: The format, which determines the names.
     """
     strategy = strategy_of(model)
     held = held_variables(model, form)
     found = [(v, f"model/{name}") for v, name in held]
-    if getattr(model, "optimizer", None) is not None:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        if model.built and not optimizer.built:
+            with model.distribute_strategy.scope():
+                optimizer.build(model.trainable_variables)
         trained = [(v, name) for v, name in held if v.trainable]
-        found += form.names.optimizer_names(model.optimizer, trained)
+        found += form.names.optimizer_names(optimizer, trained)
     local = local_optimizer(model)
     pairs = [] if local is None else local.global_variables
     agreed = {id(variable): kept for variable, kept in pairs}

@@ -12,12 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import (
-    averages_in_model,
-    batches_since_save,
-    initial_epoch,
-    last_batch,
-)
+from tfdist.backend.keras import attributes
 from tfdist.backend.keras.private import GLOBAL_SEED_GENERATOR, global_state
 from tfdist.checkpoint.kept import named_states
 from tfdist.data.position import DataPosition
@@ -32,9 +27,9 @@ _COUNTED = (
     "cooldown_counter",
     "stopped_epoch",
     "wait",
-    averages_in_model.name,
-    batches_since_save.name,
-    last_batch.name,
+    attributes.averages_in_model.name,
+    attributes.batches_since_save.name,
+    attributes.last_batch.name,
 )
 _COUNTING = (
     keras.callbacks.EarlyStopping,
@@ -98,7 +93,7 @@ class FitState:
                 state["global_seed"],
                 self._seed,
             )
-        initial_epoch.set(self._model, state["epoch"])
+        attributes.initial_epoch.set(self._model, state["epoch"])
         batch = self._position.resume(state["data"], state["batch"])
         set_random_state(state["random"])
         keras_seed = _keras_seed()

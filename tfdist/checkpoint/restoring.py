@@ -41,7 +41,8 @@ def restore(path: str | os.PathLike, model: keras.Model) -> Manifest:
 
     Args:
         path: A checkpoint, or a directory of checkpoints, of which the newest intact one is restored.
-        model: The model, built, on any mesh. Its optimizer is restored if it is built.
+        model: The model, built, on any mesh. Its optimizer is built and restored; a model without one
+            only gets the weights.
 
     Returns:
         The manifest, with the step and the other state that was saved.
@@ -144,13 +145,12 @@ def _manifest(path: str, check: Callable[[dict[str, Any]], None]) -> Manifest:
 def _check_model(path: str, manifest: Manifest, arrays: Arrays) -> None:
     """Raises OtherModelError if the arrays of a checkpoint are not those of the model.
 
-    Arrays with a row for each rank are ignored, because they may not exist yet.
+    Arrays with a row for each rank are ignored, because they may not exist yet; those of an optimizer if the
+    model has none.
     """
-    saved = {
-        name: array
-        for name, array in manifest.arrays.items()
-        if name.startswith(("model/", "optimizer/"))
-    }
+    has_optimizer = any(name.startswith("optimizer/") for name in arrays)
+    kinds = ("model/", "optimizer/") if has_optimizer else ("model/",)
+    saved = {n: array for n, array in manifest.arrays.items() if n.startswith(kinds)}
     different = [
         f"{name} ({_described(saved[name])}, in the model {_described(arrays[name])})"
         for name in _layers_first(arrays.keys() & saved.keys())
