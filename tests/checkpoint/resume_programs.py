@@ -127,6 +127,7 @@ def trained(
     feed: str = "arrays",
     saver_last: bool = False,
     swap_on_epoch: bool | None = None,
+    steps_per_execution: int = 1,
     **options,
 ):
     """The history and the weights at the end; None where the training is interrupted.
@@ -139,12 +140,14 @@ def trained(
         feed: As for `fed`.
         saver_last: Whether the Checkpointer is the last of the callbacks rather than the first.
         swap_on_epoch: The argument of a SwapEMAWeights; None for none.
+        steps_per_execution: As for `compile`.
         **options: Of the Checkpointer.
     """
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     model, data = build_model(mesh)
+    model.steps_per_execution = steps_per_execution
     stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=EPOCHS)
     callbacks = [
         stopping,

@@ -73,7 +73,9 @@ def test_a_pipeline_goes_on_from_shards(pool, one_process, tmp_path):
 
 @pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("mesh", [{"data": 2, "zero_stage": 3}, {"data": 1, "pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "zero_stage": 3}, {"data": 1, "pipeline": 2}], ids=str
+)
 def test_without_a_built_optimizer(pool, one_process, tmp_path, mesh):
     """Restoring builds a new optimizer; a model that was not compiled gets the weights."""
     (path,) = one_process.run(programs.trained_and_saved, None, str(tmp_path), timeout=240)

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import logging
 import os
 import stat
 import threading
@@ -20,8 +21,9 @@ import time
 import psutil
 
 from tfdist.checkpoint.errors import DirectoryInUseError
-from tfdist.runtime.lock_owner import JOB, Owner
+from tfdist.runtime.lock_owner import JOB, STALE_SECONDS, Owner
 
+_logger = logging.getLogger("tfdist")
 LOCK = "tfdist.lock"
 _RENEW_SECONDS = 10.0
 #: How long to wait for a holder that is about to exit.
@@ -84,7 +86,7 @@ class DirectoryLock:
 
 
 def holder_of(directory: str) -> Owner | None:
-    """The job that saves into a directory; None if there is none. Does not acquire the lock."""
+    """The job that saves into a directory; None if there is none, or only `DirectoryLock.acquire` can tell."""
     if "://" in directory:
         return None  # A query costs as much as an attempt to acquire.
     path = os.path.join(directory, LOCK)
@@ -92,7 +94,7 @@ def holder_of(directory: str) -> Owner | None:
     if owner is None or owner.is_gone() or (owner.job and owner.job == os.environ.get(JOB)):
         return None
     if not _is_local(directory):
-        return owner
+        return owner if owner.is_here() else None
     try:
         with open(_opened(path, os.O_RDONLY), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -125,17 +127,28 @@ def _acquired(directory: str) -> _KernelLock | _RenewedLock:
 
 
 def _wait_for(lock, directory: str):
-    """Acquires a lock, and returns it."""
-    end = time.monotonic() + _PATIENCE_SECONDS
+    """Acquires a lock, and returns it.
+
+    A holder elsewhere that renews its lock meanwhile is alive; else its lock becomes stale.
+    """
+    end, first = time.monotonic() + _PATIENCE_SECONDS, lock.owner()
     while not lock.try_acquire():
         if time.monotonic() > end:
-            raise DirectoryInUseError(in_use(directory, lock.owner()))
+            owner = lock.owner()
+            if owner is None or owner != first or owner.is_here() or not lock.outlives_holder:
+                raise DirectoryInUseError(in_use(directory, owner))
+            if end:
+                text = "%s is locked by %s. Waiting for up to %.0f s, in case it has died."
+                _logger.warning(text, directory, owner.describe(), STALE_SECONDS)
+                end = 0.0  # Reported once.
         time.sleep(_POLL_SECONDS)
     return lock
 
 
 class _KernelLock:
     """`flock` on a file that contains the owner."""
+
+    outlives_holder = False
 
     def __init__(self, directory: str):
         self._path = os.path.join(directory, LOCK)
@@ -174,6 +187,8 @@ class _KernelLock:
 
 class _RenewedLock:
     """A file that a thread renews, for directories that hosts with different kernels share."""
+
+    outlives_holder = True
 
     def __init__(self, directory: str):
         from tfdist.checkpoint.storage import Storage  # Imports TensorStore.

@@ -65,7 +65,7 @@ class FitState:
         return {
             "epoch": epoch,
             "batch": batch,
-            "data": self._position.state(in_epoch=batch > 0),
+            "data": self._position.state(batch),
             "random": random_state(),
             "global_seed": self._seed,
             "keras_seed": None if keras_seed is None else _plain(keras_seed.numpy()),
