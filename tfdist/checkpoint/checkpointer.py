@@ -188,7 +188,8 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._next_look = self._step + 1
         self._terminated.clear()
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+            # Later ones have no effect: schedulers and launchers repeat the signal while ranks save.
+            self._before = signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
 
     def _prepare_directory(self) -> bool:
         """On the chief: tests whether the directory is writable; returns if it has checkpoints."""
@@ -349,10 +350,6 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
             self._writes = save.seconds
 
     # -- SIGTERM --------------------------------------------------------------------------------
-
-    def _on_sigterm(self, number, frame) -> None:
-        # Later ones have no effect: schedulers and launchers repeat the signal while the ranks save.
-        self._terminated.set()
 
     def _end(self) -> None:
         self._before = None  # A SIGTERM must not change the exit code of a process that is ending.

@@ -119,14 +119,14 @@ def _acquired(directory: str) -> _KernelLock | _RenewedLock:
         os.makedirs(directory, exist_ok=True)
         if _is_local(directory):
             try:
-                return _wait_for(_KernelLock(directory), directory)
+                return _wait_for(_KernelLock(directory), directory, outlives_holder=False)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-    return _wait_for(_RenewedLock(directory), directory)
+    return _wait_for(_RenewedLock(directory), directory, outlives_holder=True)
 
 
-def _wait_for(lock, directory: str):
+def _wait_for(lock, directory: str, *, outlives_holder: bool):
     """Acquires a lock, and returns it.
 
     A holder elsewhere that renews its lock meanwhile is alive; else its lock becomes stale.
@@ -135,7 +135,7 @@ def _wait_for(lock, directory: str):
     while not lock.try_acquire():
         if time.monotonic() > end:
             owner = lock.owner()
-            if owner is None or owner != first or owner.is_here() or not lock.outlives_holder:
+            if owner is None or owner != first or owner.is_here() or not outlives_holder:
                 raise DirectoryInUseError(in_use(directory, owner))
             if end:
                 text = "%s is locked by %s. Waiting for up to %.0f s, in case it has died."
@@ -147,8 +147,6 @@ def _wait_for(lock, directory: str):
 
 class _KernelLock:
     """`flock` on a file that contains the owner."""
-
-    outlives_holder = False
 
     def __init__(self, directory: str):
         self._path = os.path.join(directory, LOCK)
@@ -188,8 +186,6 @@ class _KernelLock:
 class _RenewedLock:
     """A file that a thread renews, for directories that hosts with different kernels share."""
 
-    outlives_holder = True
-
     def __init__(self, directory: str):
         from tfdist.checkpoint.storage import Storage  # Imports TensorStore.
 
@@ -207,7 +203,7 @@ class _RenewedLock:
     def try_acquire(self) -> bool:
         content, version = self._files.read_version(LOCK)
         owner = Owner.parse(content or b"")
-        if owner is not None and self._is_here(owner):
+        if owner is not None and self._is_own(owner):
             return self._acquired(version)
         is_ours = owner is not None and owner.job and owner.job == self._here.job
         if owner is not None and not is_ours and not owner.is_gone():
@@ -220,7 +216,7 @@ class _RenewedLock:
         self._thread.start()
         return True
 
-    def _is_here(self, owner: Owner) -> bool:
+    def _is_own(self, owner: Owner) -> bool:
         """Whether this lock wrote the owner: a store may write and lose its answer."""
         return dataclasses.replace(owner, renewed=self._here.renewed) == self._here
 
@@ -233,7 +229,7 @@ class _RenewedLock:
                 if version is None:
                     content, version = self._files.read_version(LOCK)
                     owner = Owner.parse(content or b"")
-                    if owner is None or not self._is_here(owner):
+                    if owner is None or not self._is_own(owner):
                         self._lost = owner or self._here
                         return
                 self._version = version

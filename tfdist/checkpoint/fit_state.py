@@ -60,7 +60,7 @@ class FitState:
             epoch: The current or next epoch.
             batch: The number of batches of it that are done.
         """
-        history = getattr(self._model, "history", None)
+        history: Any = self._model.history
         keras_seed = _keras_seed()
         return {
             "epoch": epoch,
@@ -70,11 +70,8 @@ class FitState:
             "global_seed": self._seed,
             "keras_seed": None if keras_seed is None else _plain(keras_seed.numpy()),
             "history": {
-                "epoch": list(getattr(history, "epoch", [])),
-                "logs": {
-                    name: [_plain(value) for value in values]
-                    for name, values in getattr(history, "history", {}).items()
-                },
+                "epoch": list(history.epoch),
+                "logs": {name: [*map(_plain, values)] for name, values in history.history.items()},
             },
             "callbacks": {
                 key: {name: _plain(value) for name, value in vars(each).items() if name in _COUNTED}

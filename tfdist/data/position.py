@@ -144,7 +144,11 @@ class DataPosition:
             # A Python generator may draw random numbers while it is read.
             set_random_state(state["random"])
             if resume.samples is not None:
-                iterator = iter(self._rest(resume.samples, resume.rows))
+                data = attributes.distributed_dataset(source)
+                rest = remaining_batches(data, resume.samples, resume.rows)
+                self._count()
+                self._more_samples = resume.samples % resume.rows
+                iterator = iter(self._distributed(rest))
             elif rows is not None:
                 rest = rows.over(rows.indices.skip(state["taken"])).dataset()
                 iterator = iter(self._counted(self._distributed(rest)))
@@ -175,14 +179,6 @@ class DataPosition:
         rows = global_rows(attributes.distributed_dataset(self._source))
         own = None if rows is None else rows.batch_size
         return self.batch_size or own or self._source.data_adapter.batch_size
-
-    def _rest(self, samples: int, rows: int):
-        """The data after some samples, in batches of another size."""
-        source = self._source
-        rest = remaining_batches(attributes.distributed_dataset(source), samples, rows)
-        self._count()
-        self._more_samples = samples % rows
-        return self._distributed(rest)
 
     def _distributed(self, dataset):
         return attributes.data_strategy(self._source).experimental_distribute_dataset(dataset)
