@@ -77,10 +77,12 @@ def _say(message: dict[str, Any]) -> None:
 def main() -> None:
     """Print information about the host, and run the commands of stdin."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
+    caller, _, own, _ = connection if len(connection) == 4 else ("", "", "", "")
     _say(
         {
             "versions": versions(),
-            "caller": connection[0] if len(connection) == 4 else "",
+            "caller": caller,
+            "address": own,
             "free": psutil.virtual_memory().available,
             "cores": os.cpu_count(),
         }

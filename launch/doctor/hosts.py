@@ -209,7 +209,8 @@ def _look_at_folder(name: str, there: _Far, folder: str) -> list[Finding]:
 def _try_links(name: str, there: _Far, job: Job | None) -> list[Finding]:
     """Connect in both directions, and measure the link."""
     found = []
-    address = next(iter(sorted(addresses_of(name.rpartition("@")[2]), key=len)), name)
+    # Of an alias only ssh knows the address.
+    address = there.hello["address"] or min(addresses_of(name.rpartition("@")[2]), key=len)
     token = secrets.token_hex(16)
     try:
         port = there.ask("listen", token)["port"]

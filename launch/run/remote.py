@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -24,6 +25,8 @@ from tfdist.launch.run.remote_rank import INFO_PREFIX
 from tfdist.runtime.rendezvous import address_towards
 
 _REACH_SECONDS = 60.0
+#: The most connections to a host that are opened at once: sshd refuses some from the eleventh on.
+_MOST_AT_ONCE = 8
 #: Variables that are specific to a host or its user, and are not sent to others.
 _OF_THE_HOST = re.compile(
     r"BASH_FUNC.*|DBUS_.*|DISPLAY|GPG_.*|HOME|HOSTNAME|KRB5CCNAME|KUBECONFIG|KUBERNETES_.*|LOGNAME|MAIL|"
@@ -97,18 +100,25 @@ def reach(
         UnreachableError: A host cannot be reached.
     """
     far = [sys.executable, "-m", "tfdist.launch.run.remote_rank"]
-    started: list[tuple[str, subprocess.Popen[bytes]]] = []
+    counts: collections.Counter[str] = collections.Counter()
+    rounds: dict[int, list[int]] = {}
+    for place, host in enumerate(hosts):
+        rounds.setdefault(counts[host] // _MOST_AT_ONCE, []).append(place)
+        counts[host] += 1
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    reached: dict[int, ReachedHost] = {}
     try:
-        for host in hosts:
-            process = start_session(shell(host, far), os.environ, stdin=subprocess.PIPE)
-            started.append((host, process))
-        deadline = time.monotonic() + _REACH_SECONDS
-        return [
-            ReachedHost(host, process, _host_info(host, process, deadline))
-            for host, process in started
-        ]
+        for places in rounds.values():
+            for place in places:
+                command = shell(hosts[place], far)
+                started[place] = start_session(command, os.environ, stdin=subprocess.PIPE)
+            deadline = time.monotonic() + _REACH_SECONDS
+            for place in places:
+                info = _host_info(hosts[place], started[place], deadline)
+                reached[place] = ReachedHost(hosts[place], started[place], info)
+        return [reached[place] for place in range(len(hosts))]
     except BaseException:  # Including Ctrl-C while waiting for a host.
-        for _, process in started:
+        for process in started.values():
             kill_session(process.pid)
         raise
 

@@ -272,8 +272,6 @@ def two_optimizers(ranks: bool, folder: str, **options) -> list[float]:
             model = Pair()
             model.build((None, 6))
             model.compile(keras.optimizers.Adam(0.1))
-            model.other.build(model.first.trainable_variables)
-            model.optimizer.build(model.second.trainable_variables)
         return model
 
     model = made()

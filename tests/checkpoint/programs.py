@@ -24,8 +24,15 @@ EXPERTS = {
 }
 
 
-def model_on(mesh: dict | None, experts: bool = False, **more: Any):
-    """A GPT on a mesh, with a built optimizer, and the data that it learns."""
+def model_on(mesh: dict | None, experts: bool = False, optimizer: str = "built", **more: Any):
+    """A GPT on a mesh, and the data that it learns.
+
+    Args:
+        mesh: The mesh; None for a model without a strategy.
+        experts: Whether it has experts.
+        optimizer: "built", "new" for one that is not built yet, or "none" for a model that is not compiled.
+        **more: Sizes.
+    """
     from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
 
@@ -39,9 +46,11 @@ def model_on(mesh: dict | None, experts: bool = False, **more: Any):
             model = PipelineModel(model, num_microbatches=2)
         else:
             model = build(**sizes)
-        optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)
-        model.compile(optimizer, layers.VocabParallelCrossEntropy(61))
-        optimizer.build(model.trainable_variables)
+        if optimizer != "none":
+            rule = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)
+            model.compile(rule, layers.VocabParallelCrossEntropy(61))
+        if optimizer == "built":
+            rule.build(model.trainable_variables)
     return model, tf.data.Dataset.from_tensor_slices(text(STEPS * BATCH, 61)).batch(BATCH)
 
 
@@ -71,6 +80,19 @@ def restored(mesh: dict | None, paths: dict[str, str], folder: str, experts: boo
         again = checkpoint.save(f"{folder}/{name}", model, step=STEPS)
         found[name] = (again, losses_of(model, data))
     return found
+
+
+def resumed(mesh: dict | None, path: str, optimizer: str) -> list[float]:
+    """The losses of further steps of a model into which a checkpoint was restored."""
+    from tfdist import checkpoint, layers
+
+    model, data = model_on(mesh, optimizer=optimizer)
+    checkpoint.restore(path, model)
+    if optimizer == "none":
+        with scope(mesh):
+            model.compile(None, layers.VocabParallelCrossEntropy(61))
+        return [model.evaluate(data, verbose=0)]
+    return losses_of(model, data)
 
 
 def arrays_of(path: str) -> dict[str, np.ndarray]:

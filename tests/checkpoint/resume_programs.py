@@ -36,6 +36,15 @@ def perceptron(mesh: dict | None):
         return build_perceptron()
 
 
+def averaged(mesh: dict | None):
+    """With moving averages of the weights, which `SwapEMAWeights` puts into the model."""
+    with scope(mesh):
+        model, data = build_perceptron()
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.8)
+        model.compile(optimizer, model.loss, metrics=["accuracy"])
+        return model, data
+
+
 def gpt(mesh: dict | None):
     with scope(mesh):
         return build_gpt()
@@ -116,19 +125,39 @@ def trained(
     build_model=perceptron,
     interrupt: int | None = None,
     feed: str = "arrays",
+    saver_last: bool = False,
+    swap_on_epoch: bool | None = None,
+    steps_per_execution: int = 1,
     **options,
 ):
-    """The history and the weights at the end; None where the training is interrupted."""
+    """The history and the weights at the end; None where the training is interrupted.
+
+    Args:
+        mesh: The mesh; None for a model without a strategy.
+        folder: That of the checkpoints.
+        build_model: Builds the model and its data.
+        interrupt: The number of steps after which the training is interrupted.
+        feed: As for `fed`.
+        saver_last: Whether the Checkpointer is the last of the callbacks rather than the first.
+        swap_on_epoch: The argument of a SwapEMAWeights; None for none.
+        steps_per_execution: As for `compile`.
+        **options: Of the Checkpointer.
+    """
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     model, data = build_model(mesh)
+    model.steps_per_execution = steps_per_execution
+    stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=EPOCHS)
     callbacks = [
-        tfdist.callbacks.Checkpointer(folder, **{"every_steps": 4, **options}),
-        keras.callbacks.EarlyStopping(monitor="val_loss", patience=EPOCHS),
+        stopping,
         # Relative, as in Keras' documentation: once in each epoch, also in one that is resumed.
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     ]
+    if swap_on_epoch is not None:
+        callbacks.append(keras.callbacks.SwapEMAWeights(swap_on_epoch))
+    saver = tfdist.callbacks.Checkpointer(folder, **{"every_steps": 4, **options})
+    callbacks.insert(len(callbacks) if saver_last else 0, saver)
     if interrupt is not None:
         callbacks.append(Interrupt(interrupt))
     first = tuple(part[: 2 * BATCH] for part in data)
@@ -144,4 +173,4 @@ def trained(
     except Interruption:
         return None
     found = [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
-    return history.history, history.epoch, callbacks[1].wait, found
+    return history.history, history.epoch, stopping.wait, found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.checkpoint.test_jobs import ROOT, command, environment, run
 from tfdist.checkpoint import directory_lock
 from tfdist.checkpoint.directory_lock import JOB, LOCK, DirectoryLock, Owner, holder_of
 from tfdist.checkpoint.errors import DirectoryInUseError
+from tfdist.runtime import lock_owner
 from tfdist.runtime.lock_owner import STALE_SECONDS
 
 HOLD = """
@@ -129,6 +132,23 @@ def test_a_link_is_not_followed(tmp_path):
     assert goal.read_text() == "precious"
 
 
+@contextlib.contextmanager
+def renewed_elsewhere(folder: Path, **changes):
+    """A process of another host holds the lock, and renews it."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.2):
+            elsewhere(folder, **changes)
+
+    elsewhere(folder, **changes)
+    thread = threading.Thread(target=renew)
+    thread.start()
+    yield
+    ended.set()
+    thread.join()
+
+
 def elsewhere(folder: Path, **changes) -> None:
     """A lock that a process of another host holds."""
     owner = dataclasses.replace(Owner.here(), machine="another", host="node7", pid=1)
@@ -140,20 +160,36 @@ def elsewhere(folder: Path, **changes) -> None:
 def test_another_host_holds_it_while_it_renews(tmp_path, monkeypatch):
     monkeypatch.setattr(directory_lock, "_is_local", lambda directory: False)
     monkeypatch.setattr(directory_lock, "_PATIENCE_SECONDS", 0.2)
-    elsewhere(tmp_path)
-    assert "process 1 on host node7" in refused(tmp_path)
+    with renewed_elsewhere(tmp_path):
+        assert "process 1 on host node7" in refused(tmp_path)
     elsewhere(tmp_path, renewed=time.time() - STALE_SECONDS - 1)
     lock = DirectoryLock(str(tmp_path))
     lock.acquire()
     lock.release()
 
 
+def test_a_holder_that_died_elsewhere_is_waited_for(tmp_path, monkeypatch, caplog):
+    """It had renewed its lock right before; only time shows that it is dead."""
+    monkeypatch.setattr(directory_lock, "_is_local", lambda directory: False)
+    monkeypatch.setattr(directory_lock, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(lock_owner, "STALE_SECONDS", 2.0)
+    elsewhere(tmp_path)
+    assert holder_of(str(tmp_path)) is None  # A program is not refused before it has waited.
+    begun = time.monotonic()
+    lock = DirectoryLock(str(tmp_path))
+    lock.acquire()
+    assert 1 < time.monotonic() - begun < 20
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path} is locked by process 1 on host node7, since 20")
+    lock.release()
+
+
 def test_a_job_that_starts_again_is_not_locked_out_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(directory_lock, "_is_local", lambda directory: False)
     monkeypatch.setattr(directory_lock, "_PATIENCE_SECONDS", 0.2)
-    elsewhere(tmp_path, job="a")
     monkeypatch.setenv(JOB, "b")
-    assert "node7" in refused(tmp_path)
+    with renewed_elsewhere(tmp_path, job="a"):
+        assert "node7" in refused(tmp_path)
     monkeypatch.setenv(JOB, "a")
     lock = DirectoryLock(str(tmp_path))
     lock.acquire()

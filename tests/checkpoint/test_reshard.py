@@ -72,6 +72,20 @@ def test_a_pipeline_goes_on_from_shards(pool, one_process, tmp_path):
 
 
 @pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "zero_stage": 3}, {"data": 1, "pipeline": 2}], ids=str
+)
+def test_without_a_built_optimizer(pool, one_process, tmp_path, mesh):
+    """Restoring builds a new optimizer; a model that was not compiled gets the weights."""
+    (path,) = one_process.run(programs.trained_and_saved, None, str(tmp_path), timeout=240)
+    for optimizer, same in (("new", "built"), ("none", "none")):
+        (right,) = one_process.run(programs.resumed, None, path, same, timeout=240)
+        for found in pool.run(programs.resumed, mesh, path, optimizer, timeout=240):
+            np.testing.assert_allclose(found, right, rtol=1e-4)
+
+
+@pytest.mark.slow
 @on_ranks(("horovod", 4))
 def test_a_context_axis_takes_and_gives(pool, one_process, tmp_path):
     check(pool, one_process, tmp_path, ["context", "2x2"], ["one", "context"])

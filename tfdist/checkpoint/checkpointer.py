@@ -49,7 +49,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
 
     A checkpoint contains all that determines the rest of the training: weights, optimizer, loss scale,
     metrics, the epoch and the position in the data, random states, the history, and the counters of
-    EarlyStopping, ReduceLROnPlateau and ModelCheckpoint. A program that sets a seed and resumes on the
+    EarlyStopping, ReduceLROnPlateau, ModelCheckpoint and SwapEMAWeights. A program that sets a seed and resumes on the
     same mesh ends with bitwise the same weights as one that was never interrupted. On a different mesh
     it resumes with the same samples.
 
@@ -133,6 +133,9 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
             return
         self._position, self._callbacks = fit.position, fit.callbacks
         self._position.batch_size, self._position.put_back = self._batch_size, self._put_back
+        # Before another callback begins the epoch, and changes the rate or the weights, wherever this one is.
+        first = keras.callbacks.LambdaCallback(on_epoch_begin=self._begin_epoch)
+        fit.arguments["callbacks"] = [first, *self._callbacks]
         try:
             yield
         finally:
@@ -143,7 +146,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._position = None
         if self.model is not None:  # Else `fit` has failed before training.
             initial_epoch.set(self.model, None)
-        if self._before is not None and not self._terminated.is_set():
+        if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
         self._before = None
         if self._directory_lock is not None:
@@ -185,7 +188,8 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._next_look = self._step + 1
         self._terminated.clear()
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+            # Later ones have no effect: schedulers and launchers repeat the signal while ranks save.
+            self._before = signal.signal(signal.SIGTERM, lambda *_: self._terminated.set())
 
     def _prepare_directory(self) -> bool:
         """On the chief: tests whether the directory is writable; returns if it has checkpoints."""
@@ -214,7 +218,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         if self._recovery is not None:
             self._recovery.restored(self._step, time.monotonic() - begun)
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def _begin_epoch(self, epoch: int, logs: Any) -> None:
         """Saves if it is time; restores metrics in the first epoch after a resume."""
         self._first_batch = 0
         self._epoch, self._epoch_step, self._ended = epoch, self._step, 0
@@ -347,12 +351,8 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
 
     # -- SIGTERM --------------------------------------------------------------------------------
 
-    def _on_sigterm(self, number, frame) -> None:
-        self._terminated.set()
-        # A second SIGTERM ends the process without a save.
-        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-
     def _end(self) -> None:
+        self._before = None  # A SIGTERM must not change the exit code of a process that is ending.
         if self._group.rank == 0:
             _logger.warning("Received SIGTERM: saved after step %d.", self._step)
         raise SystemExit(PREEMPTED)

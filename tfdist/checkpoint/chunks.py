@@ -96,10 +96,7 @@ def metadata_of(shape: Sequence[int], dtype: str, chunk: Sequence[int]) -> dict[
         "shape": list(shape),
         "data_type": dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
-        "codecs": [
-            {"name": "bytes", "configuration": {"endian": "little"}},
-            {"name": "crc32c"},
-        ],
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
     }
 
 

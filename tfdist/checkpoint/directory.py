@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterable
 
 from tfdist.checkpoint.errors import CorruptFileError, StorageError
 from tfdist.checkpoint.manifest import step_of
@@ -18,7 +17,12 @@ _NEWEST = "newest.json"
 def folders(directory: str) -> dict[str, bool]:
     """The folders of checkpoints in a directory, and whether each checkpoint is complete."""
     if is_address(directory):
-        return _listed(Storage(directory).names("step-"))
+        found: dict[str, bool] = {}
+        for name in Storage(directory).names("step-"):
+            folder, _, rest = name.partition("/")
+            if rest and step_of(folder) is not None:
+                found[folder] = found.get(folder, False) or rest == MANIFEST
+        return found
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -30,16 +34,6 @@ def folders(directory: str) -> dict[str, bool]:
         for name in names
         if step_of(name) is not None
     }
-
-
-def _listed(names: Iterable[str]) -> dict[str, bool]:
-    """The same from the names of all files."""
-    found: dict[str, bool] = {}
-    for name in names:
-        folder, _, rest = name.partition("/")
-        if rest and step_of(folder) is not None:
-            found[folder] = found.get(folder, False) or rest == MANIFEST
-    return found
 
 
 def complete_checkpoints(directory: str) -> list[str]:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import logging
 import os
 import stat
 import threading
@@ -20,8 +21,9 @@ import time
 import psutil
 
 from tfdist.checkpoint.errors import DirectoryInUseError
-from tfdist.runtime.lock_owner import JOB, Owner
+from tfdist.runtime.lock_owner import JOB, STALE_SECONDS, Owner
 
+_logger = logging.getLogger("tfdist")
 LOCK = "tfdist.lock"
 _RENEW_SECONDS = 10.0
 #: How long to wait for a holder that is about to exit.
@@ -84,7 +86,7 @@ class DirectoryLock:
 
 
 def holder_of(directory: str) -> Owner | None:
-    """The job that saves into a directory; None if there is none. Does not acquire the lock."""
+    """The job that saves into a directory; None if there is none, or only `DirectoryLock.acquire` can tell."""
     if "://" in directory:
         return None  # A query costs as much as an attempt to acquire.
     path = os.path.join(directory, LOCK)
@@ -92,7 +94,7 @@ def holder_of(directory: str) -> Owner | None:
     if owner is None or owner.is_gone() or (owner.job and owner.job == os.environ.get(JOB)):
         return None
     if not _is_local(directory):
-        return owner
+        return owner if owner.is_here() else None
     try:
         with open(_opened(path, os.O_RDONLY), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -117,19 +119,28 @@ def _acquired(directory: str) -> _KernelLock | _RenewedLock:
         os.makedirs(directory, exist_ok=True)
         if _is_local(directory):
             try:
-                return _wait_for(_KernelLock(directory), directory)
+                return _wait_for(_KernelLock(directory), directory, outlives_holder=False)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-    return _wait_for(_RenewedLock(directory), directory)
+    return _wait_for(_RenewedLock(directory), directory, outlives_holder=True)
 
 
-def _wait_for(lock, directory: str):
-    """Acquires a lock, and returns it."""
-    end = time.monotonic() + _PATIENCE_SECONDS
+def _wait_for(lock, directory: str, *, outlives_holder: bool):
+    """Acquires a lock, and returns it.
+
+    A holder elsewhere that renews its lock meanwhile is alive; else its lock becomes stale.
+    """
+    end, first = time.monotonic() + _PATIENCE_SECONDS, lock.owner()
     while not lock.try_acquire():
         if time.monotonic() > end:
-            raise DirectoryInUseError(in_use(directory, lock.owner()))
+            owner = lock.owner()
+            if owner is None or owner != first or owner.is_here() or not outlives_holder:
+                raise DirectoryInUseError(in_use(directory, owner))
+            if end:
+                text = "%s is locked by %s. Waiting for up to %.0f s, in case it has died."
+                _logger.warning(text, directory, owner.describe(), STALE_SECONDS)
+                end = 0.0  # Reported once.
         time.sleep(_POLL_SECONDS)
     return lock
 
@@ -192,7 +203,7 @@ class _RenewedLock:
     def try_acquire(self) -> bool:
         content, version = self._files.read_version(LOCK)
         owner = Owner.parse(content or b"")
-        if owner is not None and self._is_here(owner):
+        if owner is not None and self._is_own(owner):
             return self._acquired(version)
         is_ours = owner is not None and owner.job and owner.job == self._here.job
         if owner is not None and not is_ours and not owner.is_gone():
@@ -205,7 +216,7 @@ class _RenewedLock:
         self._thread.start()
         return True
 
-    def _is_here(self, owner: Owner) -> bool:
+    def _is_own(self, owner: Owner) -> bool:
         """Whether this lock wrote the owner: a store may write and lose its answer."""
         return dataclasses.replace(owner, renewed=self._here.renewed) == self._here
 
@@ -218,7 +229,7 @@ class _RenewedLock:
                 if version is None:
                     content, version = self._files.read_version(LOCK)
                     owner = Owner.parse(content or b"")
-                    if owner is None or not self._is_here(owner):
+                    if owner is None or not self._is_own(owner):
                         self._lost = owner or self._here
                         return
                 self._version = version

@@ -22,6 +22,9 @@ from tfdist.step.local_steps import held_optimizers, local_optimizer
 
 Named = list[tuple[keras.Variable, str]]
 
+#: The attribute of a compiled model, and the first part of the names of its variables.
+OPTIMIZER = "optimizer"
+
 
 def entries_of(
     model: keras.Model,
@@ -31,7 +34,7 @@ def entries_of(
     """The entries of this rank for the variables of a model and of its optimizer.
 
     Args:
-        model: The model, built, with an optimizer that is built, if there is one.
+        model: The model, built. Its optimizer is built, if there is one.
         states: What else is saved; by default the states of the strategy and its stages.
         form: The format, which determines the names.
     """
@@ -39,10 +42,12 @@ def entries_of(
     held = held_variables(model, form)
     found = [(v, f"model/{name}") for v, name in held]
     trained = [(v, name) for v, name in held if v.trainable]
-    for attribute, optimizer in held_optimizers(model).items():
-        place = "optimizer" if attribute == "optimizer" else f"optimizer/{attribute}"
+    for place, optimizer in optimizers_of(model):
+        if model.built and not optimizer.built and place == OPTIMIZER:
+            with model.distribute_strategy.scope():
+                optimizer.build(model.trainable_variables)
         named = form.names.optimizer_names(optimizer, trained)
-        found += [(v, name.replace("optimizer", place, 1)) for v, name in named]
+        found += [(v, name.replace(OPTIMIZER, place, 1)) for v, name in named]
     local = local_optimizer(model)
     pairs = [] if local is None else local.global_variables
     agreed = {id(variable): kept for variable, kept in pairs}
@@ -63,6 +68,14 @@ def entries_of(
         entries.append(Entry(name, shape, dtype, variable, shards_of(variable), writes))
     kept = KeptArrays(model, kept_states_of(model) if states is None else states, held)
     return entries + counts_of(model, held, form) + kept.entries()
+
+
+def optimizers_of(model: Any) -> list[tuple[str, Any]]:
+    """The optimizers of a model, each with the first part of the names of its variables."""
+    held = held_optimizers(model).items()
+    return [
+        (OPTIMIZER if name == OPTIMIZER else f"{OPTIMIZER}/{name}", each) for name, each in held
+    ]
 
 
 def held_variables(model: Any, form: type[Manifest] = Manifest) -> Named:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backend.keras.attributes import batches_since_save, initial_epoch, last_batch
+from tfdist.backend.keras import attributes
 from tfdist.backend.keras.private import GLOBAL_SEED_GENERATOR, global_state
 from tfdist.checkpoint.kept import named_states
 from tfdist.data.position import DataPosition
@@ -27,13 +27,15 @@ _COUNTED = (
     "cooldown_counter",
     "stopped_epoch",
     "wait",
-    batches_since_save.name,
-    last_batch.name,
+    attributes.averages_in_model.name,
+    attributes.batches_since_save.name,
+    attributes.last_batch.name,
 )
 _COUNTING = (
     keras.callbacks.EarlyStopping,
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
 )
 
 
@@ -58,21 +60,18 @@ class FitState:
             epoch: The current or next epoch.
             batch: The number of batches of it that are done.
         """
-        history = getattr(self._model, "history", None)
+        history: Any = self._model.history
         keras_seed = _keras_seed()
         return {
             "epoch": epoch,
             "batch": batch,
-            "data": self._position.state(in_epoch=batch > 0),
+            "data": self._position.state(batch),
             "random": random_state(),
             "global_seed": self._seed,
             "keras_seed": None if keras_seed is None else _plain(keras_seed.numpy()),
             "history": {
-                "epoch": list(getattr(history, "epoch", [])),
-                "logs": {
-                    name: [_plain(value) for value in values]
-                    for name, values in getattr(history, "history", {}).items()
-                },
+                "epoch": list(history.epoch),
+                "logs": {name: [*map(_plain, values)] for name, values in history.history.items()},
             },
             "callbacks": {
                 key: {name: _plain(value) for name, value in vars(each).items() if name in _COUNTED}
@@ -91,7 +90,7 @@ class FitState:
                 state["global_seed"],
                 self._seed,
             )
-        initial_epoch.set(self._model, state["epoch"])
+        attributes.initial_epoch.set(self._model, state["epoch"])
         batch = self._position.resume(state["data"], state["batch"])
         set_random_state(state["random"])
         keras_seed = _keras_seed()

@@ -40,10 +40,7 @@ class Regrouping:
     """
 
     def __init__(self, entries: Sequence[Entry]):
-        self._spread: list[_Spread] = []
-        for entry in entries:
-            if (spread := _spread(entry)) is not None:
-                self._spread.append(spread)
+        self._spread = [spread for spread in map(_spread, entries) if spread is not None]
         exchanged = {spread.entry.name for spread in self._spread}
         self._kept = [entry for entry in entries if entry.name not in exchanged]
         self.entries = [*self._kept, *(spread.regrouped for spread in self._spread)]

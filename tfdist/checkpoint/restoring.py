@@ -14,7 +14,7 @@ import numpy as np
 
 from tfdist.backend.keras.attributes import stored_value
 from tfdist.checkpoint.directory import complete_checkpoints, lost
-from tfdist.checkpoint.entries import entries_of, gather_arrays, held_variables
+from tfdist.checkpoint.entries import entries_of, gather_arrays, held_variables, optimizers_of
 from tfdist.checkpoint.errors import OtherModelError, StorageError
 from tfdist.checkpoint.kept import KeptArrays
 from tfdist.checkpoint.manifest import Array, Arrays, Manifest, step_of
@@ -41,7 +41,8 @@ def restore(path: str | os.PathLike, model: keras.Model) -> Manifest:
 
     Args:
         path: A checkpoint, or a directory of checkpoints, of which the newest intact one is restored.
-        model: The model, built, on any mesh. Its optimizer is restored if it is built.
+        model: The model, built, on any mesh. Its optimizer is built and restored; a model without one
+            only gets the weights.
 
     Returns:
         The manifest, with the step and the other state that was saved.
@@ -87,6 +88,7 @@ def restore_checked(
             kept.prepare(manifest.arrays)
             form = type(manifest)
             if form not in known:
+                _build_optimizers(model, manifest)
                 known[form] = entries_of(model, states, form)
             entries = known[form]
             strict = [e for e in entries if e.merge is None and not e.is_optional]
@@ -104,6 +106,18 @@ def restore_checked(
         " ".join([*warnings, *damages])
         or f"There is no complete checkpoint in {path}: none has a manifest."
     )
+
+
+def _build_optimizers(model: Any, manifest: Manifest) -> None:
+    """Builds optimizers that a custom step builds later, for the parameters that they have trained."""
+    names = held_variables(model, type(manifest))
+    for place, optimizer in optimizers_of(model) if model.built else ():
+        saved = [name for name in manifest.arrays if name.startswith(f"{place}/")]
+        slots = {name.removeprefix(f"{place}/").partition("/")[2] for name in saved}
+        trained = [variable for variable, name in names if variable.trainable and name in slots]
+        if trained and not optimizer.built:
+            with model.distribute_strategy.scope():
+                optimizer.build(trained)
 
 
 def _resume_local_steps(model: keras.Model, entries: Sequence[Entry], manifest: Manifest) -> None:
@@ -144,13 +158,12 @@ def _manifest(path: str, check: Callable[[dict[str, Any]], None]) -> Manifest:
 def _check_model(path: str, manifest: Manifest, arrays: Arrays) -> None:
     """Raises OtherModelError if the arrays of a checkpoint are not those of the model.
 
-    Arrays with a row for each rank are ignored, because they may not exist yet.
+    Arrays with a row for each rank are ignored, because they may not exist yet; those of an optimizer if the
+    model has none.
     """
-    saved = {
-        name: array
-        for name, array in manifest.arrays.items()
-        if name.startswith(("model/", "optimizer/"))
-    }
+    has_optimizer = any(name.startswith("optimizer/") for name in arrays)
+    kinds = ("model/", "optimizer/") if has_optimizer else ("model/",)
+    saved = {n: array for n, array in manifest.arrays.items() if n.startswith(kinds)}
     different = [
         f"{name} ({_described(saved[name])}, in the model {_described(arrays[name])})"
         for name in _layers_first(arrays.keys() & saved.keys())

@@ -64,8 +64,7 @@ class Retention:
         self._known.add(newest)
         self._whole[newest] = True
         found = {folder for folder, is_complete in folders(self._directory).items() if is_complete}
-        foreign = sorted(found - self._known - self._torn)
-        if foreign:
+        if foreign := sorted(found - self._known - self._torn):
             raise StorageError(
                 f"Another training saves into {self._directory}, which must not be shared. Received: "
                 f"its checkpoints {', '.join(foreign)}. Use a separate directory for each training."
@@ -107,12 +106,9 @@ class Retention:
                 manifest = Manifest.read(storage)
             except CheckpointError:
                 manifest = None
-            files = {} if manifest is None else manifest.files
-            self._whole[folder] = manifest is not None and (
-                is_address(storage.path)
-                or all(
-                    regular_size(storage.path, name) == size for name, (size, _) in files.items()
-                )
+            files = {} if manifest is None or is_address(storage.path) else manifest.files
+            self._whole[folder] = manifest is not None and all(
+                regular_size(storage.path, name) == size for name, (size, _) in files.items()
             )
         return self._whole[folder]
 

@@ -134,9 +134,7 @@ def _shard(
         for origin, each, last in zip(part.origin, local, lasts, strict=True)
     )
     sizes = tuple(each.stop - each.start for each in box)
-    return (
-        ArrayShard(box, run, shape, whole_box(sizes)) if all(size > 0 for size in sizes) else None
-    )
+    return ArrayShard(box, run, shape, whole_box(sizes)) if all(sizes) else None
 
 
 def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], Box]]:

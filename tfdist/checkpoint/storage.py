@@ -106,9 +106,8 @@ class Storage:
     def names(self, prefix: str) -> list[str]:
         """The names of the files that begin with a prefix."""
         # The end of the range is the first name after all those with the prefix.
-        found = self._files.list(
-            ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
-        )
+        keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
+        found = self._files.list(keys)
         return [key.decode(errors="replace") for key in self._ask("list", prefix, found)]
 
     def check_writable(self) -> None:

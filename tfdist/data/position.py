@@ -62,19 +62,21 @@ class DataPosition:
         self._resume: _Resume | None = None
         self._prepared: Any = None
 
-    def state(self, *, in_epoch: bool) -> dict[str, Any]:
+    def state(self, batch: int) -> dict[str, Any]:
         """The position, JSON-serializable.
 
         Args:
-            in_epoch: Whether a batch is about to be drawn, which Keras has counted already.
+            batch: The number of batches of the epoch that are done. If there are some, another execution is
+                about to begin, which Keras has counted already.
         """
-        source = self._source
-        ahead = source.steps_per_execution if in_epoch else 0
+        source, taken = self._source, batch
+        if source.steps_per_epoch:
+            taken = attributes.steps_seen(source) - (source.steps_per_execution if batch else 0)
         # Keras drops an exhausted iterator.
-        lasts = in_epoch or attributes.current_iterator(source) is not None
+        lasts = batch or attributes.current_iterator(source) is not None
         return {
             "iterators": self._made,
-            "taken": attributes.steps_seen(source) - ahead if lasts else None,
+            "taken": taken if lasts else None,
             "batches": attributes.num_batches(source),
             "batch_size": self._rows(),
             "more_samples": self._more_samples,
@@ -142,7 +144,11 @@ class DataPosition:
             # A Python generator may draw random numbers while it is read.
             set_random_state(state["random"])
             if resume.samples is not None:
-                iterator = iter(self._rest(resume.samples, resume.rows))
+                data = attributes.distributed_dataset(source)
+                rest = remaining_batches(data, resume.samples, resume.rows)
+                self._count()
+                self._more_samples = resume.samples % resume.rows
+                iterator = iter(self._distributed(rest))
             elif rows is not None:
                 rest = rows.over(rows.indices.skip(state["taken"])).dataset()
                 iterator = iter(self._counted(self._distributed(rest)))
@@ -155,26 +161,24 @@ class DataPosition:
                 self._random = state["random"]  # That of the order.
                 for _ in range(drawn):
                     next(iterator)
+        # Executions of another length than before do not begin where those of a whole epoch do.
+        length = source.steps_per_execution
+        batches = source.steps_per_epoch or attributes.num_batches(source) or resume.batch
+        skipped = -(-batches // length) - -((resume.batch - batches) // length)
+        ahead = resume.batch - skipped * length
         if source.steps_per_epoch:
             attributes.current_iterator.set(source, iterator)
-            attributes.steps_seen.set(source, state["taken"] - resume.batch)
+            attributes.steps_seen.set(source, state["taken"] - skipped * length)
         else:
             self._prepared = iterator
-        return itertools.islice(original(), resume.batch // source.steps_per_execution, None)
+        steps = itertools.islice(original(), skipped, None)
+        return ((begin + ahead, end + ahead, each) for begin, end, each in steps)
 
     def _rows(self) -> int | None:
         """The number of samples of a global batch; None if it is unknown."""
         rows = global_rows(attributes.distributed_dataset(self._source))
         own = None if rows is None else rows.batch_size
         return self.batch_size or own or self._source.data_adapter.batch_size
-
-    def _rest(self, samples: int, rows: int):
-        """The data after some samples, in batches of another size."""
-        source = self._source
-        rest = remaining_batches(attributes.distributed_dataset(source), samples, rows)
-        self._count()
-        self._more_samples = samples % rows
-        return self._distributed(rest)
 
     def _distributed(self, dataset):
         return attributes.data_strategy(self._source).experimental_distribute_dataset(dataset)

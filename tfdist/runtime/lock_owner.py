@@ -68,9 +68,13 @@ class Owner:
         """The content of a lock file."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
+    def is_here(self) -> bool:
+        """Whether the process is on this machine, which thus knows whether it lives."""
+        return self.machine == _machine()
+
     def is_gone(self) -> bool:
         """Whether the process is known to have ended, or to have stopped renewing the lock."""
-        if self.machine == _machine():
+        if self.is_here():
             try:
                 return abs(psutil.Process(self.pid).create_time() - self.started) > _CLOCK_SECONDS
             except psutil.NoSuchProcess:

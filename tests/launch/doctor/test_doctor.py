@@ -224,6 +224,15 @@ def test_a_machine_that_is_fine_has_no_problem(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 80 or str(tmp_path) in done.stdout
 
 
+def test_a_name_that_only_ssh_knows(tmp_path):
+    """A Host of ~/.ssh/config, which the name server does not have."""
+    ssh = _SSH.format(before="").replace("hostname $3", "hostname 127.0.0.2")
+    environment = _program(tmp_path, "ssh", ssh)
+    done = doctor("--noimports", "-H", "alias.invalid:1", environment=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accepts connections from here" in done.stdout
+
+
 def test_what_gradients_ask_of_a_link():
     from tfdist.launch.doctor.hosts import Job
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from tfdist.launch.run import remote
@@ -24,6 +26,26 @@ def test_a_host_is_no_option_of_ssh():
     words = remote.ssh("host", ["python", "a b"])
     assert words[words.index("host") - 1] == "--"
     assert words[-1] == "python 'a b'"
+
+
+def test_few_connections_to_a_host_are_opened_at_once(tmp_path):
+    """sshd refuses some of more than ten that have not logged in yet; other hosts do not wait for these."""
+
+    def shell(host, command):
+        opened.append(host)
+        at_once.append(opened.count(host) - len(list(tmp_path.glob(f"{host}-*"))))
+        log_in = f"sleep 0.5; : > {tmp_path}/{host}-$$; exec {shlex.join(command)}"
+        return ["env", "SSH_CONNECTION=127.0.0.1 1 127.0.0.1 22", "sh", "-c", log_in]
+
+    opened, at_once = [], []
+    hosts = ["a"] * 11 + ["b"] * 3
+    reached = remote.reach(hosts, shell)
+    for each in reached:
+        each.process.kill()
+        each.process.wait()
+    assert [each.host for each in reached] == hosts
+    assert opened == ["a"] * 8 + ["b"] * 3 + ["a"] * 3
+    assert max(at_once) == 8
 
 
 def test_what_looks_like_a_secret_stays_here(monkeypatch, capsys):

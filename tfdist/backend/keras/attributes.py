@@ -126,6 +126,8 @@ momentums = Attribute("_momentums", keras.optimizers.RMSprop, keras.optimizers.A
 # Of ModelCheckpoint, for a `fit` that resumes.
 batches_since_save = Attribute("_batches_seen_since_last_saving", keras.callbacks.ModelCheckpoint)
 last_batch = Attribute("_last_batch_seen", keras.callbacks.ModelCheckpoint)
+# Of SwapEMAWeights, whose averages are in the model between two epochs.
+averages_in_model = Attribute("_ema_weights_in_model", keras.callbacks.SwapEMAWeights)
 
 # Of Keras' loop over batches, for a `fit` that resumes. `num_batches` is `steps_per_epoch` at first.
 current_iterator = Attribute("_current_iterator", EpochIterator)
