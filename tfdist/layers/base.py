@@ -6,8 +6,7 @@ import keras
 
 from tfdist.collectives import Group, reduce_scatter
 from tfdist.collectives.mappings import reduce_from_region
-from tfdist.sharding.layout import update_layout
-from tfdist.sharding.weights import tensor_group
+from tfdist.sharding.weights import sum_gradient_over, tensor_group
 from tfdist.utils import checks
 
 
@@ -87,7 +86,7 @@ class TensorParallelLayer(keras.layers.Layer):
         """Records that gradients of weights are partial sums if this rank has a slice of the sequence."""
         if self._slices > 1:
             for variable in variables:
-                update_layout(variable, partial_over=self._group)
+                sum_gradient_over(variable, self._group)
 
     def _reduce(self, parts, group: Group, name: str | None = None):
         """The sum of the ranks' parts of an output, or this rank's slice of it."""

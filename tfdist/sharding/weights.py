@@ -8,9 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_region
-from tfdist.sharding.layout import VariableLayout, of_the_next_variable
+from tfdist.sharding.layout import VariableLayout, of_the_next_variable, update_layout
 from tfdist.sharding.parts import NestedSlice, Slice, SlicedInitializer
 from tfdist.step.context import current_step, current_strategy
 from tfdist.step.keras_step import with_global_gradient
@@ -172,6 +173,37 @@ class SummedRegularizer(keras.regularizers.Regularizer):
             else:
                 penalty = reduce_from_region(penalty, level.group, name="regularizer")
         return with_global_gradient(penalty, current_step()) if has_other_losses else penalty
+
+
+class DividedRegularizer(keras.regularizers.Regularizer):
+    """The penalty of a whole weight whose gradients the ranks of a group sum: each has a share of its gradient."""
+
+    def __init__(self, regularizer, group: Group):
+        self.whole = regularizer
+        self._group = group
+
+    def __call__(self, value):
+        """The penalty; `value` is the whole weight."""
+
+        @custom_gradient
+        def penalty(of_value):
+            return tf.identity(of_value), lambda dy: dy / self._group.size
+
+        return penalty(tf.convert_to_tensor(self.whole(value)))
+
+
+def sum_gradient_over(variable, group: Group | None) -> None:
+    """Has the gradient of a whole weight summed over a group, of which each rank computes a part; None: not.
+
+    The penalty of its regularizer counts once in that sum.
+    """
+    regularizer = variable.regularizer
+    if isinstance(regularizer, DividedRegularizer):
+        regularizer = regularizer.whole
+    if group is not None and regularizer is not None:
+        regularizer = DividedRegularizer(regularizer, group)
+    variable.regularizer = regularizer
+    update_layout(variable, partial_over=group)
 
 
 def _check_identified(

@@ -20,7 +20,8 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import own_losses, sublayers
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
-from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.sharding.layout import layout_of
+from tfdist.sharding.weights import sum_gradient_over
 from tfdist.tensor_parallel.adapters import override, per_rank_random
 from tfdist.tensor_parallel.attributes import dtype_policy
 
@@ -189,7 +190,7 @@ class Check:
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             return f"gradients differ, those of {paths}{more}"
         for place in parts:
-            update_layout(self._weights[place], partial_over=self._group)
+            sum_gradient_over(self._weights[place], self._group)
         return None
 
     def _is_partial(self, weight) -> bool:
