@@ -11,6 +11,7 @@ from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.products import Product
 from tfdist.collectives import Group, all_reduce
+from tfdist.collectives.mappings import copy_to_region
 from tfdist.context_parallel.blockwise.grid import padded
 from tfdist.layers.vocabulary import mask_padding, own_ids
 
@@ -162,6 +163,8 @@ def _cross_entropy(rows, labels, chunks: _Chunks):
         losses, lse = chunks.losses(*(chunks.join(part, labels) for part in found))
 
         def backward(of_losses):
+            if chunks.group is not None:
+                of_losses = copy_to_region(of_losses, chunks.group, name="loss/backward")
             hidden, classes, weights = map(chunks.split, (rows, labels, of_losses))
             lses = None if lse is None else chunks.split(lse)
             transposed = chunks.product.transposed
