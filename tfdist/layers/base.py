@@ -43,6 +43,21 @@ class TensorParallelLayer(keras.layers.Layer):
         super().__init__(*args, **kwargs)
         self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
         self._group = tensor_group()
+        if self._slices > 1:
+            self._refuse("activity_regularizer")
+
+    def _refuse(self, *features: str) -> None:
+        """Checks that the layer uses no feature of Keras that requires the whole weight or output.
+
+        Raises:
+            ValueError: The layer uses one.
+        """
+        for feature in features:
+            if self._group is not None and getattr(self, feature, None):
+                raise ValueError(
+                    f"`{feature}` is not supported for a layer that is split over the tensor axis. "
+                    f"Received: {feature}={getattr(self, feature)!r} in `{self.name}`."
+                )
 
     @property
     def _ranks(self) -> int:
@@ -102,3 +117,29 @@ class TensorParallelLayer(keras.layers.Layer):
             is_initializer = name.endswith("initializer") and value is not None
             config[name] = keras.initializers.serialize(value) if is_initializer else value
         return config
+
+
+class SplitStockLayer(TensorParallelLayer):
+    """A layer of Keras with a weight of which each rank has a slice; named before the layer of Keras."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._refuse("lora_rank", "quantization_mode", "activity_regularizer")
+
+    def enable_lora(self, *args, **kwargs):
+        """Adds LoRA, which Keras computes from the whole weight.
+
+        Raises:
+            ValueError: The layer is split.
+        """
+        self._refuse("enable_lora")
+        super().enable_lora(*args, **kwargs)
+
+    def quantize(self, *args, **kwargs):
+        """Quantizes the weight, as a whole.
+
+        Raises:
+            ValueError: The layer is split.
+        """
+        self._refuse("quantize")
+        super().quantize(*args, **kwargs)

@@ -117,7 +117,7 @@ class _Chunks:
             return [tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)]
         highest = tf.reduce_max(logits, axis=-1)
         total = tf.reduce_sum(tf.exp(logits - highest[:, None]), axis=-1)
-        place, own = own_ids(labels, logits.shape[-1], self.group)
+        place, own = own_ids(labels, logits.shape[-1], self.group, self.vocabulary_size)
         of_label = tf.where(own, tf.gather(logits, place, batch_dims=1), 0.0)
         return [highest, total, of_label]
 
@@ -141,7 +141,7 @@ class _Chunks:
         if self.group is None:
             # On GPUs the operation above raises an error if operations have to be deterministic.
             return tf.nn.softmax(logits) - tf.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-        place, own = own_ids(labels, logits.shape[-1], self.group)
+        place, own = own_ids(labels, logits.shape[-1], self.group, self.vocabulary_size)
         # -1 is not a class: the row is zero if another rank has the label.
         hot = tf.one_hot(tf.where(own, place, -1), logits.shape[-1], dtype=logits.dtype)
         return tf.exp(logits - lse[:, None]) - hot

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend import devices
-from tfdist.backend.keras.attributes import history, table_of
+from tfdist.backend.keras.attributes import history, inbound_nodes, table_of
 from tfdist.collectives import Group, all_gather
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
@@ -14,7 +14,7 @@ from tfdist.collectives.mappings import (
     gather_from_region,
     linear,
 )
-from tfdist.layers.base import TensorParallelLayer
+from tfdist.layers.base import SplitStockLayer, TensorParallelLayer
 from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
 from tfdist.layers.vocabulary import own_rows
@@ -24,7 +24,7 @@ from tfdist.utils import checks
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class VocabParallelEmbedding(TensorParallelLayer, keras.layers.Embedding):
+class VocabParallelEmbedding(SplitStockLayer, keras.layers.Embedding):
     """`keras.layers.Embedding` whose vocabulary is split over the tensor ranks.
 
     A rank looks up the ids of its range, and the ranks' rows are summed. If the size of the vocabulary is
@@ -66,7 +66,7 @@ class VocabParallelEmbedding(TensorParallelLayer, keras.layers.Embedding):
             return _logits(self, inputs, tf.transpose(table), self.input_dim)
         if self._group is None:
             return super().call(tf.cast(inputs, devices.index_dtype()))
-        found = own_rows(value_tensor(table_of(self)), inputs, self._group)
+        found = own_rows(value_tensor(table_of(self)), inputs, self._group, self.input_dim)
         return self._reduce(found, self._group)
 
     def compute_output_spec(self, inputs, reverse=False):
@@ -163,9 +163,15 @@ def _current_model():
 
 
 def keeps_vocab_split(layer) -> bool:
-    """Whether this is the last layer of the current step's model, whose loss supports split logits."""
+    """Whether this is the last layer of the current step's model, whose loss supports split logits.
+
+    A layer that makes logits in several calls joins those of each, since something else uses the others; and
+    one with an activity regularizer, which is a function of all.
+    """
     model = _current_model()
     outputs = getattr(model, "outputs", None) or []
-    return (
-        len(outputs) == 1 and history(outputs[0]).operation is layer and takes_split_logits(model)
-    )
+    if len(outputs) != 1 or history(outputs[0]).operation is not layer:
+        return False
+    size = outputs[0].shape[-1]
+    calls = [node for node in inbound_nodes(layer) if node.outputs[0].shape[-1] == size]
+    return len(calls) == 1 and layer.activity_regularizer is None and takes_split_logits(model)

@@ -144,7 +144,7 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
         # It cancels out, also in second derivatives, which go through the rest.
         highest = tf.stop_gradient(highest)
         exponentials, own_sum = _exponentials(logits, highest)
-        place, own = own_ids(labels, share, group)
+        place, own = own_ids(labels, share, group, vocabulary_size)
         of_label = tf.gather(logits, place, batch_dims=labels.shape.rank)
         of_label = tf.where(own, of_label - highest, 0.0)
         sums = tf.stack([own_sum, of_label])
