@@ -39,16 +39,12 @@ from tfdist.collectives.operations import all_gather, all_reduce
 
 def copy_to_region(tensor, group: Group, *, name: str | None = None):
     """Enters a region where each member computes a part: identity, and a sum backward."""
-    tensor = checked_tensor(tensor, group, name)
-    back = functools.partial(reduce_from_region, group=group, name=backward_name(name))
-    return _pair(tensor, group, tf.identity, back)
+    return _pair(tensor, group, name, tf.identity, reduce_from_region)
 
 
 def reduce_from_region(tensor, group: Group, *, name: str | None = None):
     """Leaves such a region: the sum of the members' parts, and identity backward."""
-    tensor = checked_tensor(tensor, group, name)
-    back = functools.partial(copy_to_region, group=group, name=backward_name(name))
-    return _pair(tensor, group, lambda x: all_reduce(x, group, name=name), back)
+    return _pair(tensor, group, name, lambda x: all_reduce(x, group, name=name), copy_to_region)
 
 
 def scatter_to_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
@@ -59,34 +55,45 @@ def scatter_to_region(tensor, group: Group, axis: int = -1, *, name: str | None 
     """
     tensor = checked_tensor(tensor, group, name)
     axis = checked_axis(tensor, axis, "scatter_to_region")
-    back = functools.partial(gather_from_region, group=group, axis=axis, name=backward_name(name))
-    return _pair(tensor, group, lambda x: own_slice(x, group, axis), back)
+    backward = functools.partial(gather_from_region, axis=axis)
+    return _pair(tensor, group, name, lambda x: own_slice(x, group, axis), backward)
 
 
 def gather_from_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     """The members' slices joined along `axis`; the result must be used identically on all members."""
     tensor = checked_tensor(tensor, group, name)
     axis = checked_axis(tensor, axis, "gather_from_region")
-    back = functools.partial(scatter_to_region, group=group, axis=axis, name=backward_name(name))
-    return _pair(tensor, group, lambda x: all_gather(x, group, axis, name=name), back)
+    backward = functools.partial(scatter_to_region, axis=axis)
+    return _pair(tensor, group, name, lambda x: all_gather(x, group, axis, name=name), backward)
 
 
-def _pair(tensor, group: Group, forward: Callable, backward: Callable):
-    """The tensor in a group of one; otherwise `forward` of it, whose gradient is `backward`."""
+def _pair(tensor, group: Group, name: str | None, forward: Callable, backward: Callable):
+    """The tensor in a group of one; otherwise `forward` of it, whose gradient is the mapping `backward`."""
+    tensor = checked_tensor(tensor, group, name)
     if group.size == 1:
         return tensor
+    gradient = functools.partial(backward, group=group, name=backward_name(name))
+    return custom_gradient(lambda x: (forward(x), gradient))(tensor)
 
-    @custom_gradient
-    def pair(x):
-        return forward(x), backward
 
-    return pair(tensor)
+def whole_input(tensor, group: Group, sequence_axis: int | None, *, name: str | None):
+    """The whole input of this member's part of a product: `copy_to_region`, or `all_gather` of a sequence.
+
+    Args:
+        tensor: Whole on every member, or with `sequence_axis` its slice.
+        group: The group.
+        sequence_axis: The dim along which `tensor` is split, or None.
+        name: What the product serves, for messages.
+    """
+    if sequence_axis is None:
+        return copy_to_region(tensor, group, name=name)
+    return all_gather(tensor, group, sequence_axis, name=name)
 
 
 def column_parallel_matmul(
     tensor, kernel, group: Group, sequence_axis: int | None = None, *, bias=None, name=None
 ):
-    """`copy_to_region` (or `all_gather` of a sequence), fused with a `linear` of this member's columns.
+    """`linear` of the `whole_input` and this member's columns.
 
     In the backward pass the product for the input's gradient comes first, so that the communication of
     its sum over the members overlaps with the computation of the kernel's gradient.
@@ -104,10 +111,7 @@ def column_parallel_matmul(
     """
     if group.size == 1:
         return linear(tensor, kernel, bias)
-    if sequence_axis is None:
-        tensor = copy_to_region(tensor, group, name=name)
-    else:
-        tensor = all_gather(tensor, group, sequence_axis, name=name)
+    tensor = whole_input(tensor, group, sequence_axis, name=name)
 
     @custom_gradient
     def multiply(x, w, *b):

@@ -217,18 +217,15 @@ def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
     if group.size == 1:
         return tf.identity(tensor)
 
-    @custom_gradient
-    def copy(x):
-        y = run(Call("broadcast", group, name, root=root), x)
-        return y, lambda dy: sum_at_root(dy)
+    call, backward = Call("broadcast", group, name, root=root), backward_name(name)
 
     @custom_gradient
     def sum_at_root(dy):
-        total = run(Call("all_reduce", group, backward_name(name), "sum"), dy)
+        total = run(Call("all_reduce", group, backward, "sum"), dy)
         dx = total if group.rank == root else tf.zeros_like(total)
-        return dx, functools.partial(broadcast, group=group, root=root, name=backward_name(name))
+        return dx, functools.partial(broadcast, group=group, root=root, name=backward)
 
-    return note_shared(copy(tensor))
+    return note_shared(custom_gradient(lambda x: (run(call, x), sum_at_root))(tensor))
 
 
 def send(tensor, group: Group, to: int, *, name: str | None = None):
@@ -251,12 +248,10 @@ def send(tensor, group: Group, to: int, *, name: str | None = None):
     to = checked_other(to, group, "to")
     backward = backward_name(name or SEND_NAME)
 
-    @custom_gradient
-    def transfer(x):
-        sent = send_tensor(x, group, to, name=name)
-        return sent, lambda dy: dy + recv(dy, group, to, name=backward)
+    def gradient(dy):
+        return dy + recv(dy, group, to, name=backward)
 
-    return transfer(tensor)
+    return custom_gradient(lambda x: (send_tensor(x, group, to, name=name), gradient))(tensor)
 
 
 def recv(like, group: Group, source: int, *, name: str | None = None):
@@ -277,15 +272,14 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
     backward = backward_name(name or SEND_NAME)
 
     @custom_gradient
-    def transfer(x):
-        found = receive_tensor(shape_of(x), x.dtype, group, source, name=name)
-        return found, lambda dy: give_back(dy)
-
-    @custom_gradient
     def give_back(dy):
         sent = send_tensor(dy, group, source, name=backward)
         again = functools.partial(recv, group=group, source=source, name=backward_name(backward))
         return tf.zeros_like(sent), again
+
+    @custom_gradient
+    def transfer(x):
+        return receive_tensor(shape_of(x), x.dtype, group, source, name=name), give_back
 
     return transfer(like)
 

@@ -56,7 +56,8 @@ class TensorParallelLayer(keras.layers.Layer):
             if self._group is not None and getattr(self, feature, None):
                 raise ValueError(
                     f"`{feature}` is not supported for a layer that is split over the tensor axis. "
-                    f"Received: {feature}={getattr(self, feature)!r} in `{self.name}`."
+                    f"Received: `{feature}` of `{self.name}` with tensor={self._ranks}. For LoRA and "
+                    "quantized weights use the layer of keras.layers, and split it by `parallelize`."
                 )
 
     @property
@@ -134,12 +135,3 @@ class SplitStockLayer(TensorParallelLayer):
         """
         self._refuse("enable_lora")
         super().enable_lora(*args, **kwargs)
-
-    def quantize(self, *args, **kwargs):
-        """Quantizes the weight, as a whole.
-
-        Raises:
-            ValueError: The layer is split.
-        """
-        self._refuse("quantize")
-        super().quantize(*args, **kwargs)

@@ -43,7 +43,7 @@ class _SplitDense(SplitStockLayer, keras.layers.Dense):
 
     def call(self, inputs, training=None):
         """Maps [..., this rank's features] to [..., this rank's units]."""
-        if has_features(self):
+        if self.lora_enabled or self.quantization_mode:
             return super().call(inputs, training=training)
         bias = None if self.bias is None else value_tensor(self.bias)
         kernel = value_tensor(kernel_of(self))
@@ -256,8 +256,3 @@ def _maker_of_whole(tensor) -> str | None:
             return None
         (tensor,) = read
     return None
-
-
-def has_features(layer) -> bool:
-    """Whether a Dense computes with more than its kernel and bias."""
-    return bool(layer.lora_enabled or layer.quantization_mode)

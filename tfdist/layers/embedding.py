@@ -7,12 +7,12 @@ import tensorflow as tf
 
 from tfdist.backend import devices
 from tfdist.backend.keras.attributes import history, inbound_nodes, table_of
-from tfdist.collectives import Group, all_gather
+from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
-    copy_to_region,
     gather_from_region,
     linear,
+    whole_input,
 )
 from tfdist.layers.base import SplitStockLayer, TensorParallelLayer
 from tfdist.layers.initializers import initializer
@@ -147,19 +147,10 @@ def split_logits(
 
     For a loss in chunks they are a plain product, whose factors the loss finds in the graph.
     """
-    chunk_size = getattr(getattr(_current_model(), "loss", None), "chunk_size", None)
-    if chunk_size is None or not keeps_vocab_split(layer):
+    loss = getattr(getattr(current_step(), "model", None), "loss", None)
+    if getattr(loss, "chunk_size", None) is None or not keeps_vocab_split(layer):
         return column_parallel_matmul(inputs, kernel, group, sequence_axis=sequence_axis, name=name)
-    if sequence_axis is None:
-        inputs = copy_to_region(inputs, group, name=name)
-    else:
-        inputs = all_gather(inputs, group, sequence_axis, name=name)
-    return linear(inputs, kernel)
-
-
-def _current_model():
-    step = current_step()
-    return None if step is None else step.model
+    return linear(whole_input(inputs, group, sequence_axis, name=name), kernel)
 
 
 def keeps_vocab_split(layer) -> bool:
@@ -168,10 +159,10 @@ def keeps_vocab_split(layer) -> bool:
     A layer that makes logits in several calls joins those of each, since something else uses the others; and
     one with an activity regularizer, which is a function of all.
     """
-    model = _current_model()
+    model = getattr(current_step(), "model", None)
     outputs = getattr(model, "outputs", None) or []
     if len(outputs) != 1 or history(outputs[0]).operation is not layer:
         return False
-    size = outputs[0].shape[-1]
-    calls = [node for node in inbound_nodes(layer) if node.outputs[0].shape[-1] == size]
-    return len(calls) == 1 and layer.activity_regularizer is None and takes_split_logits(model)
+    made = [node.outputs[0].shape[-1] for node in inbound_nodes(layer)]
+    is_whole = made.count(outputs[0].shape[-1]) > 1 or layer.activity_regularizer is not None
+    return not is_whole and takes_split_logits(model)

@@ -147,8 +147,8 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
         place, own = own_ids(labels, share, group, vocabulary_size)
         of_label = tf.gather(logits, place, batch_dims=labels.shape.rank)
         of_label = tf.where(own, of_label - highest, 0.0)
-        sums = tf.stack([own_sum, of_label])
-        total, of_label = tf.unstack(all_reduce(sums, group, name="loss/sums"))
+        sums = all_reduce(tf.stack([own_sum, of_label]), group, name="loss/sums")
+        total, of_label = tf.unstack(sums)
 
         def gradient(dy):
             dy = copy_to_region(dy, group, name="loss/backward")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_region
 from tfdist.sharding.layout import VariableLayout, of_the_next_variable, update_layout
@@ -105,11 +104,11 @@ def add_split_weight(
     group = axis_group(axis) if isinstance(axis, str) else axis
     checks.instance("axis", group, Group, "the name of a mesh axis, or a Group", optional=True)
     checks.text("name", name)
-    _check_identified("initializer", initializer, keras.initializers.get)
-    _check_identified("regularizer", regularizer, keras.regularizers.get, optional=True)
-    _check_identified("constraint", constraint, keras.constraints.get, optional=True)
-    sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
     rules = {"initializer": initializer, "regularizer": regularizer, "constraint": constraint}
+    for rule, value in rules.items():
+        if rule == "initializer" or value is not None:
+            _check_identified(rule, value)
+    sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
     if sizes is not None:
         if group is None or len(sizes) != group.size or sum(sizes) != shape[dim]:
             raise checks.refuse("sizes", sizes, f"a size for each rank, {shape[dim]} in total")
@@ -184,12 +183,9 @@ class DividedRegularizer(keras.regularizers.Regularizer):
 
     def __call__(self, value):
         """The penalty; `value` is the whole weight."""
-
-        @custom_gradient
-        def penalty(of_value):
-            return tf.identity(of_value), lambda dy: dy / self._group.size
-
-        return penalty(tf.convert_to_tensor(self.whole(value)))
+        penalty = tf.convert_to_tensor(self.whole(value))
+        share = penalty / self._group.size
+        return share + tf.stop_gradient(penalty - share)
 
 
 def sum_gradient_over(variable, group: Group | None) -> None:
@@ -206,23 +202,19 @@ def sum_gradient_over(variable, group: Group | None) -> None:
     update_layout(variable, partial_over=group)
 
 
-def _check_identified(
-    name: str, value: Any, get: Callable[[Any], Any], *, optional: bool = False
-) -> None:
+def _check_identified(name: str, value: Any) -> None:
     """Checks that Keras finds the initializer, regularizer or constraint of a value.
 
     Raises:
         ValueError: It does not.
     """
-    if optional and value is None:
-        return
+    error = checks.refuse(name, value, f"a Keras {name}, or the name of one")
     try:
-        found = get(value)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise checks.refuse(name, value, f"a Keras {name}, or the name of one") from error
-    is_class = isinstance(value, type) and not issubclass(value, _RULES)
-    if is_class or not callable(found):
-        raise checks.refuse(name, value, f"a Keras {name}, or the name of one")
+        found = getattr(keras, f"{name}s").get(value)
+    except (ValueError, TypeError, OverflowError) as cause:
+        raise error from cause
+    if not callable(found) or (isinstance(value, type) and not issubclass(value, _RULES)):
+        raise error
 
 
 def check_by_entries(layer, name: str, regularizer, constraint) -> None:
