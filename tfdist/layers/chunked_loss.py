@@ -11,6 +11,7 @@ from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.products import Product
 from tfdist.collectives import Group, all_reduce
+from tfdist.collectives.engine import shape_of
 from tfdist.collectives.mappings import copy_to_region
 from tfdist.context_parallel.blockwise.grid import padded
 from tfdist.layers.vocabulary import mask_padding, own_ids
@@ -41,7 +42,7 @@ def chunked_cross_entropy(
     """
     rows = tf.reshape(product.rows, [-1, product.features])
     flat = tf.reshape(labels, [-1])
-    tokens = flat.shape[0] if flat.shape[0] is not None else tf.size(flat)
+    (tokens,) = shape_of(flat)
     # Chunks of equal size need the least padding.
     at_least_one = max if isinstance(tokens, int) else tf.maximum
     number = at_least_one(1, -(-tokens // chunk_size))

@@ -140,15 +140,15 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
     @custom_gradient
     def cross_entropy(logits):
         logits = mask_padding(logits, group, vocabulary_size)
-        highest = all_reduce(tf.reduce_max(logits, axis=-1), group, "max", name="loss/maximum")
-        # It cancels out, also in second derivatives, which go through the rest.
-        highest = tf.stop_gradient(highest)
+        # The maximum cancels out, also in second derivatives, which go through the rest.
+        highest = tf.reduce_max(tf.stop_gradient(logits), axis=-1)
+        highest = all_reduce(highest, group, "max", name="loss/maximum")
         exponentials, own_sum = _exponentials(logits, highest)
         place, own = own_ids(labels, share, group, vocabulary_size)
         of_label = tf.gather(logits, place, batch_dims=labels.shape.rank)
         of_label = tf.where(own, of_label - highest, 0.0)
-        sums = all_reduce(tf.stack([own_sum, of_label]), group, name="loss/sums")
-        total, of_label = tf.unstack(sums)
+        sums = tf.stack([own_sum, of_label])
+        total, of_label = tf.unstack(all_reduce(sums, group, name="loss/sums"))
 
         def gradient(dy):
             dy = copy_to_region(dy, group, name="loss/backward")

@@ -193,12 +193,9 @@ def sum_gradient_over(variable, group: Group | None) -> None:
 
     The penalty of its regularizer counts once in that sum.
     """
-    regularizer = variable.regularizer
-    if isinstance(regularizer, DividedRegularizer):
-        regularizer = regularizer.whole
-    if group is not None and regularizer is not None:
-        regularizer = DividedRegularizer(regularizer, group)
-    variable.regularizer = regularizer
+    own = variable.regularizer
+    own = own.whole if isinstance(own, DividedRegularizer) else own
+    variable.regularizer = own if own is None or group is None else DividedRegularizer(own, group)
     update_layout(variable, partial_over=group)
 
 

@@ -27,8 +27,8 @@ from tfdist.tensor_parallel.attributes import dtype_policy
 
 #: The sizes of a generated sample that the model does not specify.
 _BATCH, _OPEN = 2, 4
-#: The relative difference of two equal computations in float32 that rounding may cause. Gradients of weights
-#: of 16 bits are rounded to these.
+#: The relative difference of two equal computations in float32 that rounding may cause; and of gradients of
+#: weights of 16 bits, which are rounded to these, as outputs are not.
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 1e-1
 #: A gradient this much below the model's largest is a rounding error of zero.
 _NEGLIGIBLE = 1e-3
@@ -155,7 +155,7 @@ class Check:
                 return f"{self._named(number)} had the shape {shapes}"
         off = self._highest([_difference(*pair, 0.0, below=_STANDS_FOR_INFINITY) for pair in pairs])
         worst = int(np.argmax(off))
-        if off[worst] > self._close:
+        if off[worst] > _CLOSE:
             return f"{self._named(worst)} differs by {off[worst]:.2g} of its size"
         return None
 
