@@ -64,7 +64,8 @@ class Gated(keras.layers.Layer):
         self.down = keras.layers.Dense(6, kernel_regularizer=rule, name="down")
 
     def build(self, shape):
-        self.rate = self.add_weight(shape=(), initializer="ones", name="rate")
+        rule = keras.regularizers.L2(0.1)
+        self.rate = self.add_weight(shape=(), initializer="ones", regularizer=rule, name="rate")
         self.gate.build(shape)
         self.up.build(shape)
         self.down.build((*shape[:-1], self.up.units))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.collectives.engine import reduce_locally
+from tfdist.collectives.engine import reduce_locally, shape_of
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, all_to_all
 
@@ -33,7 +33,7 @@ def narrow_all_reduce(vector, group: Group, reduction: str, dtype: tf.DType, *, 
     Returns:
         A tensor of the shape and dtype of `vector`, bitwise the same on all members.
     """
-    size = tf.size(vector)
+    (size,) = shape_of(vector)
     padded = tf.pad(vector, [[0, -size % group.size]])
     own = narrow_reduce_scatter(padded, group, reduction, dtype, name=name)
     whole = all_gather(tf.cast(own, dtype), group, name=f"{name}/sums")

@@ -23,6 +23,7 @@ Recomputation in Large Transformer Models" (the sequence pair).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -33,21 +34,17 @@ from tfdist.collectives.arguments import check_divides, checked_axis, checked_te
 from tfdist.collectives.engine import shape_of
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import backward_name
-from tfdist.collectives.operations import all_gather, all_reduce, reduce_scatter
+from tfdist.collectives.operations import all_gather, all_reduce
 
 
 def copy_to_region(tensor, group: Group, *, name: str | None = None):
     """Enters a region where each member computes a part: identity, and a sum backward."""
-    tensor = checked_tensor(tensor, group, name)
-    return _pair(
-        tensor, group, tf.identity, lambda dy: all_reduce(dy, group, name=backward_name(name))
-    )
+    return _pair(tensor, group, name, tf.identity, reduce_from_region)
 
 
 def reduce_from_region(tensor, group: Group, *, name: str | None = None):
     """Leaves such a region: the sum of the members' parts, and identity backward."""
-    tensor = checked_tensor(tensor, group, name)
-    return _pair(tensor, group, lambda x: all_reduce(x, group, name=name), lambda dy: dy)
+    return _pair(tensor, group, name, lambda x: all_reduce(x, group, name=name), copy_to_region)
 
 
 def scatter_to_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
@@ -58,42 +55,45 @@ def scatter_to_region(tensor, group: Group, axis: int = -1, *, name: str | None 
     """
     tensor = checked_tensor(tensor, group, name)
     axis = checked_axis(tensor, axis, "scatter_to_region")
-    return _pair(
-        tensor,
-        group,
-        lambda x: own_slice(x, group, axis),
-        lambda dy: all_gather(dy, group, axis, name=backward_name(name)),
-    )
+    backward = functools.partial(gather_from_region, axis=axis)
+    return _pair(tensor, group, name, lambda x: own_slice(x, group, axis), backward)
 
 
 def gather_from_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     """The members' slices joined along `axis`; the result must be used identically on all members."""
     tensor = checked_tensor(tensor, group, name)
     axis = checked_axis(tensor, axis, "gather_from_region")
-    return _pair(
-        tensor,
-        group,
-        lambda x: all_gather(x, group, axis, name=name),
-        lambda dy: own_slice(dy, group, axis),
-    )
+    backward = functools.partial(scatter_to_region, axis=axis)
+    return _pair(tensor, group, name, lambda x: all_gather(x, group, axis, name=name), backward)
 
 
-def _pair(tensor, group: Group, forward: Callable, backward: Callable):
-    """The tensor in a group of one; otherwise `forward` of it, whose gradient is `backward`."""
+def _pair(tensor, group: Group, name: str | None, forward: Callable, backward: Callable):
+    """The tensor in a group of one; otherwise `forward` of it, whose gradient is the mapping `backward`."""
+    tensor = checked_tensor(tensor, group, name)
     if group.size == 1:
         return tensor
+    gradient = functools.partial(backward, group=group, name=backward_name(name))
+    return custom_gradient(lambda x: (forward(x), gradient))(tensor)
 
-    @custom_gradient
-    def pair(x):
-        return forward(x), backward
 
-    return pair(tensor)
+def whole_input(tensor, group: Group, sequence_axis: int | None, *, name: str | None):
+    """The whole input of this member's part of a product: `copy_to_region`, or `all_gather` of a sequence.
+
+    Args:
+        tensor: Whole on every member, or with `sequence_axis` its slice.
+        group: The group.
+        sequence_axis: The dim along which `tensor` is split, or None.
+        name: What the product serves, for messages.
+    """
+    if sequence_axis is None:
+        return copy_to_region(tensor, group, name=name)
+    return all_gather(tensor, group, sequence_axis, name=name)
 
 
 def column_parallel_matmul(
     tensor, kernel, group: Group, sequence_axis: int | None = None, *, bias=None, name=None
 ):
-    """`copy_to_region` (or `all_gather` of a sequence), fused with a `linear` of this member's columns.
+    """`linear` of the `whole_input` and this member's columns.
 
     In the backward pass the product for the input's gradient comes first, so that the communication of
     its sum over the members overlaps with the computation of the kernel's gradient.
@@ -111,11 +111,10 @@ def column_parallel_matmul(
     """
     if group.size == 1:
         return linear(tensor, kernel, bias)
+    tensor = whole_input(tensor, group, sequence_axis, name=name)
 
     @custom_gradient
     def multiply(x, w, *b):
-        if sequence_axis is not None:
-            x = all_gather(x, group, sequence_axis, name=name)
         rows = tf.reshape(x, [-1, w.shape[0]])
         y = tf.nn.bias_add(matmul(rows, w), *b) if b else matmul(rows, w)
 
@@ -126,10 +125,6 @@ def column_parallel_matmul(
             # Waits for the product, not for the sum, which is then already being sent.
             with tf.control_dependencies([dx]):
                 dw = tf.matmul(rows, tf.identity(dy), transpose_a=True)
-            if sequence_axis is None:
-                dx = all_reduce(dx, group, name=backward_name(name))
-            else:
-                dx = reduce_scatter(dx, group, "sum", sequence_axis, name=backward_name(name))
             db = [tf.raw_ops.BiasAddGrad(out_backprop=dy)] if b else []
             return dx, dw, *db
 

@@ -7,6 +7,8 @@ ranks' losses, so that a program over many ranks differentiates like the same pr
 
 from __future__ import annotations
 
+import functools
+
 import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
@@ -48,23 +50,27 @@ def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None
     check_reduction(reduction, tensor.dtype)
     if group.size == 1:
         return tf.identity(tensor)
-    call = Call("all_reduce", group, name, reduction)
+    return note_shared(_reduced(tensor, group, reduction, name), is_sum=reduction == "sum")
+
+
+def _reduced(tensor, group: Group, reduction: str, name: str | None):
+    """`all_reduce` that is not recorded as the same on all ranks: also in gradients, for theirs."""
 
     @custom_gradient
     def reduce(x):
-        y = run(call, x)
+        y = run(Call("all_reduce", group, name, reduction), x)
 
         def gradient(dy):
             if reduction in ("sum", "mean"):
-                return run(Call("all_reduce", group, backward_name(name), reduction), dy)
+                return _reduced(dy, group, reduction, backward_name(name))
             # Split evenly among all elements that attain the extremum, as tf.reduce_max does.
             attains = tf.cast(tf.equal(x, y), dy.dtype)
-            sums = run(_backward_sum(group, name), tf.stack([dy, attains]))
+            sums = _reduced(tf.stack([dy, attains]), group, "sum", backward_name(name))
             return attains * sums[0] / sums[1]
 
         return y, gradient
 
-    return note_shared(reduce(tensor), is_sum=reduction == "sum")
+    return reduce(tensor)
 
 
 def all_gather(
@@ -103,14 +109,12 @@ def all_gather(
             start = tf.reduce_sum(sizes[: group.rank])
 
         def gradient(dy):
-            dy = _swapped(dy, axis)
             if uneven:
-                total = run(_backward_sum(group, name), dy)
-                mine = total[start : start + own[0]]
+                total = _reduced(_swapped(dy, axis), group, "sum", backward_name(name))
+                mine = _swapped(total[start : start + own[0]], axis)
             else:
-                mine = run(Call("reduce_scatter", group, backward_name(name), "sum"), dy)
-            mine.set_shape(rows.shape)
-            return _swapped(mine, axis)
+                mine = reduce_scatter(dy, group, axis=axis, name=backward_name(name))
+            return tf.ensure_shape(mine, x.shape)
 
         return _swapped(y, axis), gradient
 
@@ -150,10 +154,8 @@ def reduce_scatter(
                     "The gradient of reduce_scatter is not supported except for 'sum' and 'mean'. "
                     f"Received: {reduction!r}."
                 )
-            dx = run(Call("all_gather", group, backward_name(name)), _swapped(dy, axis))
-            if reduction == "mean":
-                dx /= tf.cast(group.size, dx.dtype)
-            return _swapped(dx, axis)
+            dx = all_gather(dy, group, axis, name=backward_name(name))
+            return dx / tf.cast(group.size, dx.dtype) if reduction == "mean" else dx
 
         return _swapped(y, axis), gradient
 
@@ -189,12 +191,11 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
 
     @custom_gradient
     def exchange(x):
+        back = functools.partial(all_to_all, group=group, name=backward_name(name))
         if splits is None:
-            backward = Call("all_to_all", group, backward_name(name))
-            return run(Call("all_to_all", group, name), x), lambda dy: run(backward, dy)
+            return run(Call("all_to_all", group, name), x), back
         y, received = run(Call("all_to_all_uneven", group, name), x, splits)
-        backward = Call("all_to_all_uneven", group, backward_name(name))
-        return (y, received), lambda dy, _: run(backward, dy, received)[0]
+        return (y, received), lambda dy, _: back(dy, splits=received)[0]
 
     return exchange(tensor)
 
@@ -216,17 +217,15 @@ def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
     if group.size == 1:
         return tf.identity(tensor)
 
+    call, backward = Call("broadcast", group, name, root=root), backward_name(name)
+
     @custom_gradient
-    def copy(x):
-        y = run(Call("broadcast", group, name, root=root), x)
+    def sum_at_root(dy):
+        total = run(Call("all_reduce", group, backward, "sum"), dy)
+        dx = total if group.rank == root else tf.zeros_like(total)
+        return dx, functools.partial(broadcast, group=group, root=root, name=backward)
 
-        def gradient(dy):
-            total = run(_backward_sum(group, name), dy)
-            return total if group.rank == root else tf.zeros_like(total)
-
-        return y, gradient
-
-    return note_shared(copy(tensor))
+    return note_shared(custom_gradient(lambda x: (run(call, x), sum_at_root))(tensor))
 
 
 def send(tensor, group: Group, to: int, *, name: str | None = None):
@@ -249,14 +248,10 @@ def send(tensor, group: Group, to: int, *, name: str | None = None):
     to = checked_other(to, group, "to")
     backward = backward_name(name or SEND_NAME)
 
-    @custom_gradient
-    def transfer(x):
-        def gradient(dy):
-            return dy + receive_tensor(shape_of(dy), dy.dtype, group, to, name=backward)
+    def gradient(dy):
+        return dy + recv(dy, group, to, name=backward)
 
-        return send_tensor(x, group, to, name=name), gradient
-
-    return transfer(tensor)
+    return custom_gradient(lambda x: (send_tensor(x, group, to, name=name), gradient))(tensor)
 
 
 def recv(like, group: Group, source: int, *, name: str | None = None):
@@ -277,11 +272,14 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
     backward = backward_name(name or SEND_NAME)
 
     @custom_gradient
-    def transfer(x):
-        def gradient(dy):
-            return tf.zeros_like(send_tensor(dy, group, source, name=backward))
+    def give_back(dy):
+        sent = send_tensor(dy, group, source, name=backward)
+        again = functools.partial(recv, group=group, source=source, name=backward_name(backward))
+        return tf.zeros_like(sent), again
 
-        return receive_tensor(shape_of(x), x.dtype, group, source, name=name), gradient
+    @custom_gradient
+    def transfer(x):
+        return receive_tensor(shape_of(x), x.dtype, group, source, name=name), give_back
 
     return transfer(like)
 
@@ -306,7 +304,3 @@ def _swapped(tensor, axis: int):
     order = list(range(tensor.shape.rank))
     order[0], order[axis] = axis, 0
     return tf.transpose(tensor, order)
-
-
-def _backward_sum(group: Group, name: str | None) -> Call:
-    return Call("all_reduce", group, backward_name(name), "sum")

@@ -210,7 +210,7 @@ def _never_empty(tensor: tf.Tensor):
     """
     if tensor.shape.num_elements():
         return tensor, lambda result: result
-    size = tf.size(tensor)
+    size = tf.size(tensor, tf.int64)
     return _padded(tensor, tf.cast(size == 0, tf.int32)), lambda result: result[:size]
 
 

@@ -165,8 +165,7 @@ class ParallelMultiHeadAttention(TwoProducts):
         heads, queries, size = self._local_heads, self._queries, self.key_dim
         tokens = None if self._tokens_group is None else current_tokens()
         fused = self.qkv(inputs)
-        batch, time = tf.shape(fused)[0], fused.shape[1]
-        time = tf.shape(fused)[1] if time is None else time
+        batch, time, _ = shape_of(fused)
         fused = tf.reshape(fused, [batch, time, heads, queries + 2, size])
         has_gpu = devices.has_gpu()
         query, key, value = (_split_on_gpus if has_gpu else _split_on_cpus)(fused, queries)

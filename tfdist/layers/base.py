@@ -6,8 +6,7 @@ import keras
 
 from tfdist.collectives import Group, reduce_scatter
 from tfdist.collectives.mappings import reduce_from_region
-from tfdist.sharding.layout import update_layout
-from tfdist.sharding.weights import tensor_group
+from tfdist.sharding.weights import sum_gradient_over, tensor_group
 from tfdist.utils import checks
 
 
@@ -44,6 +43,22 @@ class TensorParallelLayer(keras.layers.Layer):
         super().__init__(*args, **kwargs)
         self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
         self._group = tensor_group()
+        if self._slices > 1:
+            self._refuse("activity_regularizer")
+
+    def _refuse(self, *features: str) -> None:
+        """Checks that the layer uses no feature of Keras that requires the whole weight or output.
+
+        Raises:
+            ValueError: The layer uses one.
+        """
+        for feature in features:
+            if self._group is not None and getattr(self, feature, None):
+                raise ValueError(
+                    f"`{feature}` is not supported for a layer that is split over the tensor axis. "
+                    f"Received: `{feature}` of `{self.name}` with tensor={self._ranks}. For LoRA and "
+                    "quantized weights use the layer of keras.layers, and split it by `parallelize`."
+                )
 
     @property
     def _ranks(self) -> int:
@@ -87,7 +102,7 @@ class TensorParallelLayer(keras.layers.Layer):
         """Records that gradients of weights are partial sums if this rank has a slice of the sequence."""
         if self._slices > 1:
             for variable in variables:
-                update_layout(variable, partial_over=self._group)
+                sum_gradient_over(variable, self._group)
 
     def _reduce(self, parts, group: Group, name: str | None = None):
         """The sum of the ranks' parts of an output, or this rank's slice of it."""
@@ -103,3 +118,20 @@ class TensorParallelLayer(keras.layers.Layer):
             is_initializer = name.endswith("initializer") and value is not None
             config[name] = keras.initializers.serialize(value) if is_initializer else value
         return config
+
+
+class SplitStockLayer(TensorParallelLayer):
+    """A layer of Keras with a weight of which each rank has a slice; named before the layer of Keras."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._refuse("lora_rank", "quantization_mode", "activity_regularizer")
+
+    def enable_lora(self, *args, **kwargs):
+        """Adds LoRA, which Keras computes from the whole weight.
+
+        Raises:
+            ValueError: The layer is split.
+        """
+        self._refuse("enable_lora")
+        super().enable_lora(*args, **kwargs)

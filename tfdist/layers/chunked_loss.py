@@ -11,6 +11,8 @@ from tfdist.backend import devices
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.products import Product
 from tfdist.collectives import Group, all_reduce
+from tfdist.collectives.engine import shape_of
+from tfdist.collectives.mappings import copy_to_region
 from tfdist.context_parallel.blockwise.grid import padded
 from tfdist.layers.vocabulary import mask_padding, own_ids
 
@@ -40,7 +42,7 @@ def chunked_cross_entropy(
     """
     rows = tf.reshape(product.rows, [-1, product.features])
     flat = tf.reshape(labels, [-1])
-    tokens = flat.shape[0] if flat.shape[0] is not None else tf.size(flat)
+    (tokens,) = shape_of(flat)
     # Chunks of equal size need the least padding.
     at_least_one = max if isinstance(tokens, int) else tf.maximum
     number = at_least_one(1, -(-tokens // chunk_size))
@@ -116,7 +118,7 @@ class _Chunks:
             return [tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)]
         highest = tf.reduce_max(logits, axis=-1)
         total = tf.reduce_sum(tf.exp(logits - highest[:, None]), axis=-1)
-        place, own = own_ids(labels, logits.shape[-1], self.group)
+        place, own = own_ids(labels, logits.shape[-1], self.group, self.vocabulary_size)
         of_label = tf.where(own, tf.gather(logits, place, batch_dims=1), 0.0)
         return [highest, total, of_label]
 
@@ -140,7 +142,7 @@ class _Chunks:
         if self.group is None:
             # On GPUs the operation above raises an error if operations have to be deterministic.
             return tf.nn.softmax(logits) - tf.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-        place, own = own_ids(labels, logits.shape[-1], self.group)
+        place, own = own_ids(labels, logits.shape[-1], self.group, self.vocabulary_size)
         # -1 is not a class: the row is zero if another rank has the label.
         hot = tf.one_hot(tf.where(own, place, -1), logits.shape[-1], dtype=logits.dtype)
         return tf.exp(logits - lse[:, None]) - hot
@@ -162,6 +164,8 @@ def _cross_entropy(rows, labels, chunks: _Chunks):
         losses, lse = chunks.losses(*(chunks.join(part, labels) for part in found))
 
         def backward(of_losses):
+            if chunks.group is not None:
+                of_losses = copy_to_region(of_losses, chunks.group, name="loss/backward")
             hidden, classes, weights = map(chunks.split, (rows, labels, of_losses))
             lses = None if lse is None else chunks.split(lse)
             transposed = chunks.product.transposed

@@ -14,19 +14,17 @@ from tfdist.collectives.mappings import (
     linear,
     scatter_to_region,
 )
-from tfdist.layers.base import TensorParallelLayer, check_divides
+from tfdist.layers.base import SplitStockLayer, TensorParallelLayer, check_divides
 from tfdist.layers.initializers import again, initializer
 from tfdist.sharding.weights import add_split_weight, value_tensor
 from tfdist.utils import checks
 
 
-class _SplitDense(TensorParallelLayer, keras.layers.Dense):
+class _SplitDense(SplitStockLayer, keras.layers.Dense):
     """A `keras.layers.Dense` whose kernel is split over the tensor axis along one dim."""
 
     def __init__(self, units: int, *args, **kwargs):
         super().__init__(checks.integer("units", units, minimum=1), *args, **kwargs)
-        if self._group is not None:
-            refuse_features(self)
 
     def build(self, input_shape):
         """Adds this rank's part of the kernel, and the bias."""
@@ -45,7 +43,7 @@ class _SplitDense(TensorParallelLayer, keras.layers.Dense):
 
     def call(self, inputs, training=None):
         """Maps [..., this rank's features] to [..., this rank's units]."""
-        if has_features(self):
+        if self.lora_enabled or self.quantization_mode:
             return super().call(inputs, training=training)
         bias = None if self.bias is None else value_tensor(self.bias)
         kernel = value_tensor(kernel_of(self))
@@ -258,22 +256,3 @@ def _maker_of_whole(tensor) -> str | None:
             return None
         (tensor,) = read
     return None
-
-
-def has_features(layer) -> bool:
-    """Whether a Dense computes with more than its kernel and bias."""
-    return bool(layer.lora_enabled or layer.quantization_mode)
-
-
-def refuse_features(layer) -> None:
-    """Checks that a layer uses no feature of Keras that requires the whole kernel or output.
-
-    Raises:
-        ValueError: The layer uses one.
-    """
-    for feature in ("lora_rank", "quantization_mode", "activity_regularizer"):
-        if getattr(layer, feature, None):
-            raise ValueError(
-                f"`{feature}` is not supported for a layer that is split over the tensor axis. "
-                f"Received: {feature}={getattr(layer, feature)!r} in `{layer.name}`."
-            )

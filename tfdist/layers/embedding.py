@@ -6,15 +6,15 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend import devices
-from tfdist.backend.keras.attributes import history, table_of
-from tfdist.collectives import Group, all_gather
+from tfdist.backend.keras.attributes import history, inbound_nodes, table_of
+from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
-    copy_to_region,
     gather_from_region,
     linear,
+    whole_input,
 )
-from tfdist.layers.base import TensorParallelLayer
+from tfdist.layers.base import SplitStockLayer, TensorParallelLayer
 from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
 from tfdist.layers.vocabulary import own_rows
@@ -24,7 +24,7 @@ from tfdist.utils import checks
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class VocabParallelEmbedding(TensorParallelLayer, keras.layers.Embedding):
+class VocabParallelEmbedding(SplitStockLayer, keras.layers.Embedding):
     """`keras.layers.Embedding` whose vocabulary is split over the tensor ranks.
 
     A rank looks up the ids of its range, and the ranks' rows are summed. If the size of the vocabulary is
@@ -66,7 +66,7 @@ class VocabParallelEmbedding(TensorParallelLayer, keras.layers.Embedding):
             return _logits(self, inputs, tf.transpose(table), self.input_dim)
         if self._group is None:
             return super().call(tf.cast(inputs, devices.index_dtype()))
-        found = own_rows(value_tensor(table_of(self)), inputs, self._group)
+        found = own_rows(value_tensor(table_of(self)), inputs, self._group, self.input_dim)
         return self._reduce(found, self._group)
 
     def compute_output_spec(self, inputs, reverse=False):
@@ -147,25 +147,22 @@ def split_logits(
 
     For a loss in chunks they are a plain product, whose factors the loss finds in the graph.
     """
-    chunk_size = getattr(getattr(_current_model(), "loss", None), "chunk_size", None)
-    if chunk_size is None or not keeps_vocab_split(layer):
+    loss = getattr(getattr(current_step(), "model", None), "loss", None)
+    if getattr(loss, "chunk_size", None) is None or not keeps_vocab_split(layer):
         return column_parallel_matmul(inputs, kernel, group, sequence_axis=sequence_axis, name=name)
-    if sequence_axis is None:
-        inputs = copy_to_region(inputs, group, name=name)
-    else:
-        inputs = all_gather(inputs, group, sequence_axis, name=name)
-    return linear(inputs, kernel)
-
-
-def _current_model():
-    step = current_step()
-    return None if step is None else step.model
+    return linear(whole_input(inputs, group, sequence_axis, name=name), kernel)
 
 
 def keeps_vocab_split(layer) -> bool:
-    """Whether this is the last layer of the current step's model, whose loss supports split logits."""
-    model = _current_model()
+    """Whether this is the last layer of the current step's model, whose loss supports split logits.
+
+    A layer that makes logits in several calls joins those of each, since something else uses the others; and
+    one with an activity regularizer, which is a function of all.
+    """
+    model = getattr(current_step(), "model", None)
     outputs = getattr(model, "outputs", None) or []
-    return (
-        len(outputs) == 1 and history(outputs[0]).operation is layer and takes_split_logits(model)
-    )
+    if len(outputs) != 1 or history(outputs[0]).operation is not layer:
+        return False
+    made = [node.outputs[0].shape[-1] for node in inbound_nodes(layer)]
+    is_whole = made.count(outputs[0].shape[-1]) > 1 or layer.activity_regularizer is not None
+    return not is_whole and takes_split_logits(model)

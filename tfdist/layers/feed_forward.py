@@ -69,9 +69,8 @@ class ParallelMLP(TwoProducts):
         self._kernels: list = []
         self._biases: list = []
         for part in ("gate", "up") if self.activation == "swiglu" else ("hidden",):
-            initializer = self.kernel_initializer
-            if self._kernels:
-                initializer = again(initializer)
+            first = self.kernel_initializer
+            initializer = again(first) if self._kernels else first
             shape = (features, self.hidden_dim)
             self._kernels.append(add(f"{part}_kernel", shape, initializer))
             if self.use_bias:

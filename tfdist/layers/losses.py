@@ -11,6 +11,7 @@ from tfdist.backend.graph.products import product_behind
 from tfdist.backend.keras.attributes import compile_metrics
 from tfdist.backend.kernels import kernels, kernels_enabled
 from tfdist.collectives import Group, all_reduce
+from tfdist.collectives.mappings import copy_to_region
 from tfdist.layers.chunked_loss import chunked_cross_entropy
 from tfdist.layers.vocabulary import mask_padding, own_ids
 from tfdist.sharding.weights import tensor_group
@@ -139,15 +140,18 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
     @custom_gradient
     def cross_entropy(logits):
         logits = mask_padding(logits, group, vocabulary_size)
-        highest = all_reduce(tf.reduce_max(logits, axis=-1), group, "max", name="loss/maximum")
+        # The maximum cancels out, also in second derivatives, which go through the rest.
+        highest = tf.reduce_max(tf.stop_gradient(logits), axis=-1)
+        highest = all_reduce(highest, group, "max", name="loss/maximum")
         exponentials, own_sum = _exponentials(logits, highest)
-        place, own = own_ids(labels, share, group)
+        place, own = own_ids(labels, share, group, vocabulary_size)
         of_label = tf.gather(logits, place, batch_dims=labels.shape.rank)
         of_label = tf.where(own, of_label - highest, 0.0)
         sums = tf.stack([own_sum, of_label])
         total, of_label = tf.unstack(all_reduce(sums, group, name="loss/sums"))
 
         def gradient(dy):
+            dy = copy_to_region(dy, group, name="loss/backward")
             found = exponentials * (dy / total)[..., None]
             # Minus `dy` at the label, in the rows whose label is in this rank's range; minus 0 in others, since
             # a GPU and XLA require sizes that do not depend on the labels.

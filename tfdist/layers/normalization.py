@@ -79,9 +79,7 @@ def normalized_in_one_pass(layer: keras.layers.LayerNormalization, inputs):
 
     None outside of steps on CPUs, without a scale or an offset, and for dtypes that it does not support.
     """
-    if layer.gamma is None or layer.beta is None or not kernels_enabled():
-        return None
-    if inputs.dtype.size > 4:
+    if layer.gamma is None or layer.beta is None or inputs.dtype.size > 4 or not kernels_enabled():
         return None
     scale, offset = (tf.cast(value_tensor(each), tf.float32) for each in (layer.gamma, layer.beta))
     return tf.cast(_one_pass(inputs, scale, offset, layer.epsilon), layer.compute_dtype)

@@ -8,16 +8,28 @@ from tfdist.backend import devices
 from tfdist.collectives import Group
 
 
-def own_ids(ids, rows: int, group: Group) -> tuple:
-    """Ids [...] relative to this rank's range of `rows`, and whether they are in it; 0 if not."""
-    ids = tf.cast(ids, devices.index_dtype()) - group.rank * rows
-    own = tf.logical_and(ids >= 0, ids < rows)
-    return tf.where(own, ids, tf.zeros([], ids.dtype)), own
+def own_ids(ids, rows: int, group: Group, vocabulary_size: int) -> tuple:
+    """Ids [...] relative to this rank's range of `rows`, and whether they are in it; 0 if not.
+
+    Ids outside of the vocabulary stay as they are: what they index raises an error on CPUs, as in one process.
+    """
+    ids = tf.cast(ids, devices.index_dtype())
+    known = tf.logical_and(ids >= 0, ids < vocabulary_size)
+    here = ids - group.rank * rows
+    own = known & (here >= 0) & (here < rows)
+    return tf.where(own, here, tf.where(known, tf.zeros_like(ids), ids)), own
 
 
-def own_rows(table, ids, group: Group):
+def counted_from_start(ids, vocabulary_size: int):
+    """Ids of the rows of a table, of which Keras counts negative ones from the end."""
+    ids = tf.cast(ids, devices.index_dtype())
+    return tf.where(ids < 0, ids + vocabulary_size, ids)
+
+
+def own_rows(table, ids, group: Group, vocabulary_size: int):
     """The rows of ids [...] in this rank's range of a table, and zeros for those of others'."""
-    ids, own = own_ids(ids, table.shape[0], group)
+    ids = counted_from_start(ids, vocabulary_size)
+    ids, own = own_ids(ids, table.shape[0], group, vocabulary_size)
     found = tf.gather(table, ids)
     return found * tf.cast(own[..., None], found.dtype)
 

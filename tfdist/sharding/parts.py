@@ -28,7 +28,7 @@ def flattened(tensors: Sequence) -> tf.Tensor:
 
 def unflattened(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Splits the result of `flattened` into tensors with the shapes of the given ones."""
-    parts = tf.split(flat, [tf.size(tensor) for tensor in like])
+    parts = tf.split(flat, [tf.size(tensor, tf.int64) for tensor in like])
     return [
         tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
         for part, tensor in zip(parts, like, strict=True)

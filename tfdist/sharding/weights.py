@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_region
-from tfdist.sharding.layout import VariableLayout, of_the_next_variable
+from tfdist.sharding.layout import VariableLayout, of_the_next_variable, update_layout
 from tfdist.sharding.parts import NestedSlice, Slice, SlicedInitializer
 from tfdist.step.context import current_step, current_strategy
 from tfdist.step.keras_step import with_global_gradient
@@ -104,11 +104,11 @@ def add_split_weight(
     group = axis_group(axis) if isinstance(axis, str) else axis
     checks.instance("axis", group, Group, "the name of a mesh axis, or a Group", optional=True)
     checks.text("name", name)
-    _check_identified("initializer", initializer, keras.initializers.get)
-    _check_identified("regularizer", regularizer, keras.regularizers.get, optional=True)
-    _check_identified("constraint", constraint, keras.constraints.get, optional=True)
-    sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
     rules = {"initializer": initializer, "regularizer": regularizer, "constraint": constraint}
+    for rule, value in rules.items():
+        if rule == "initializer" or value is not None:
+            _check_identified(rule, value)
+    sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
     if sizes is not None:
         if group is None or len(sizes) != group.size or sum(sizes) != shape[dim]:
             raise checks.refuse("sizes", sizes, f"a size for each rank, {shape[dim]} in total")
@@ -174,23 +174,44 @@ class SummedRegularizer(keras.regularizers.Regularizer):
         return with_global_gradient(penalty, current_step()) if has_other_losses else penalty
 
 
-def _check_identified(
-    name: str, value: Any, get: Callable[[Any], Any], *, optional: bool = False
-) -> None:
+class DividedRegularizer(keras.regularizers.Regularizer):
+    """The penalty of a whole weight whose gradients the ranks of a group sum: each has a share of its gradient."""
+
+    def __init__(self, regularizer, group: Group):
+        self.whole = regularizer
+        self._group = group
+
+    def __call__(self, value):
+        """The penalty; `value` is the whole weight."""
+        penalty = tf.convert_to_tensor(self.whole(value))
+        share = penalty / self._group.size
+        return share + tf.stop_gradient(penalty - share)
+
+
+def sum_gradient_over(variable, group: Group | None) -> None:
+    """Has the gradient of a whole weight summed over a group, of which each rank computes a part; None: not.
+
+    The penalty of its regularizer counts once in that sum.
+    """
+    own = variable.regularizer
+    own = own.whole if isinstance(own, DividedRegularizer) else own
+    variable.regularizer = own if own is None or group is None else DividedRegularizer(own, group)
+    update_layout(variable, partial_over=group)
+
+
+def _check_identified(name: str, value: Any) -> None:
     """Checks that Keras finds the initializer, regularizer or constraint of a value.
 
     Raises:
         ValueError: It does not.
     """
-    if optional and value is None:
-        return
+    error = checks.refuse(name, value, f"a Keras {name}, or the name of one")
     try:
-        found = get(value)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise checks.refuse(name, value, f"a Keras {name}, or the name of one") from error
-    is_class = isinstance(value, type) and not issubclass(value, _RULES)
-    if is_class or not callable(found):
-        raise checks.refuse(name, value, f"a Keras {name}, or the name of one")
+        found = getattr(keras, f"{name}s").get(value)
+    except (ValueError, TypeError, OverflowError) as cause:
+        raise error from cause
+    if not callable(found) or (isinstance(value, type) and not issubclass(value, _RULES)):
+        raise error
 
 
 def check_by_entries(layer, name: str, regularizer, constraint) -> None:

@@ -21,8 +21,7 @@ from tfdist.backend.keras.functional import is_deferred
 from tfdist.collectives import Group, broadcast
 from tfdist.collectives.mappings import copy_to_region
 from tfdist.layers.dropout import own_seed
-from tfdist.sharding.layout import update_layout
-from tfdist.sharding.weights import check_by_entries
+from tfdist.sharding.weights import check_by_entries, sum_gradient_over
 from tfdist.tensor_parallel.attributes import variables_of_layer
 from tfdist.tensor_parallel.quantized import check_mode
 from tfdist.tensor_parallel.slicing import split_variable, unslice_variable
@@ -232,7 +231,7 @@ class Adapter:
         for part in self.parts:
             split_variable(self.layer, part.variable, part.axis, group)
         for variable in self.partial:
-            update_layout(variable, partial_over=group)
+            sum_gradient_over(variable, group)
 
     def _on_the_whole(self, method: Callable, group: Group) -> Callable:
         """A method of Keras' that creates variables from whole ones; every rank must call it."""
@@ -242,7 +241,7 @@ class Adapter:
             for part in self.parts:
                 unslice_variable(part.variable)
             for variable in self.partial:
-                update_layout(variable, partial_over=None)
+                sum_gradient_over(variable, None)
             try:
                 return method(*args, **kwargs)
             finally:

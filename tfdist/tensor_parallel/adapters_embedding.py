@@ -13,7 +13,7 @@ from tfdist.backend.keras.private import set_keras_mask
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import gather_from_region, reduce_from_region
 from tfdist.layers.embedding import keeps_vocab_split, split_logits
-from tfdist.layers.vocabulary import own_ids, own_rows
+from tfdist.layers.vocabulary import counted_from_start, own_ids, own_rows
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter
@@ -57,10 +57,11 @@ class EmbeddingAdapter(Adapter):
         layer = self.layer
 
         def call(inputs):
-            found = own_rows(value_tensor(table_of(layer)), inputs, group)
+            found = own_rows(value_tensor(table_of(layer)), inputs, group, layer.input_dim)
             found = tf.cast(found, layer.compute_dtype)
             if layer.lora_enabled:
-                through_a = own_rows(value_tensor(layer.lora_embeddings_a), inputs, group)
+                a = value_tensor(layer.lora_embeddings_a)
+                through_a = own_rows(a, inputs, group, layer.input_dim)
                 found += _lora(layer, through_a, value_tensor(layer.lora_embeddings_b))
             return reduce_from_region(found, group, name=layer.path)
 
@@ -71,7 +72,8 @@ class EmbeddingAdapter(Adapter):
         stock = layer.quantized_call
 
         def call(inputs):
-            ids, own = own_ids(inputs, table_of(layer).shape[0], group)
+            ids = counted_from_start(inputs, layer.input_dim)
+            ids, own = own_ids(ids, table_of(layer).shape[0], group, layer.input_dim)
             found = stock(ids)
             found *= tf.cast(own[..., None], found.dtype)
             return reduce_from_region(found, group, name=layer.path)

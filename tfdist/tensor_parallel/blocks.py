@@ -16,7 +16,8 @@ import keras
 
 from tfdist.backend.keras.attributes import sublayers
 from tfdist.collectives import Group
-from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.sharding.layout import layout_of
+from tfdist.sharding.weights import sum_gradient_over
 from tfdist.tensor_parallel.adapters import (
     Adapter,
     Part,
@@ -168,7 +169,7 @@ class Block:
             for variable in own_trainable(layer):
                 layout = layout_of(variable)
                 if layout.slice is None and not isinstance(layer, _PRODUCTS):
-                    update_layout(variable, partial_over=group)
+                    sum_gradient_over(variable, group)
             for value in vars(layer).values():
                 if isinstance(value, keras.random.SeedGenerator):
                     override(value, "next", per_rank_random(value.next, group))

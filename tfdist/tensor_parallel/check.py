@@ -20,14 +20,15 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import own_losses, sublayers
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
-from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.sharding.layout import layout_of
+from tfdist.sharding.weights import sum_gradient_over
 from tfdist.tensor_parallel.adapters import override, per_rank_random
 from tfdist.tensor_parallel.attributes import dtype_policy
 
 #: The sizes of a generated sample that the model does not specify.
 _BATCH, _OPEN = 2, 4
-#: The relative difference of two equal computations in float32 that rounding may cause. Gradients of weights
-#: of 16 bits are rounded to these.
+#: The relative difference of two equal computations in float32 that rounding may cause; and of gradients of
+#: weights of 16 bits, which are rounded to these, as outputs are not.
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 1e-1
 #: A gradient this much below the model's largest is a rounding error of zero.
 _NEGLIGIBLE = 1e-3
@@ -154,7 +155,7 @@ class Check:
                 return f"{self._named(number)} had the shape {shapes}"
         off = self._highest([_difference(*pair, 0.0, below=_STANDS_FOR_INFINITY) for pair in pairs])
         worst = int(np.argmax(off))
-        if off[worst] > self._close:
+        if off[worst] > _CLOSE:
             return f"{self._named(worst)} differs by {off[worst]:.2g} of its size"
         return None
 
@@ -189,7 +190,7 @@ class Check:
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             return f"gradients differ, those of {paths}{more}"
         for place in parts:
-            update_layout(self._weights[place], partial_over=self._group)
+            sum_gradient_over(self._weights[place], self._group)
         return None
 
     def _is_partial(self, weight) -> bool:
