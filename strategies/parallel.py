@@ -97,16 +97,11 @@ class ParallelStrategy(DistributedStrategy):
         from tfdist.step.row_shares import RowShares
         from tfdist.step.shares import MeasuredShares
 
-        size = self.row_group.size
-        if not isinstance(batch_shares, str | MeasuredShares):
-            self.row_shares = RowShares(batch_shares, size)
-            return
-        measured = MeasuredShares() if isinstance(batch_shares, str) else batch_shares
-        balancing = require_addon("unequal_ranks", 'batch_shares="measured"').balancing
-        self.row_shares = shares = balancing.MeasuredRowShares(measured, size)
-        self.keep(shares)
-        if self.engine.size > 1:
-            self.fit_hooks.append(balancing.Balancing(self))
+        if isinstance(batch_shares, str | MeasuredShares):
+            balancing = require_addon("unequal_ranks", 'batch_shares="measured"').balancing
+            balancing.share_by_speed(self, batch_shares)
+        else:
+            self.row_shares = RowShares(batch_shares, self.row_group.size)
 
     @property
     def batch_shares(self) -> tuple[float, ...]:

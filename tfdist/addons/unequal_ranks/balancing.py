@@ -21,9 +21,10 @@ from tfdist.addons.unequal_ranks.proportions import balanced_rows
 from tfdist.addons.unequal_ranks.work import BusyTime, WorkMeter
 from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
+from tfdist.step.context import DistributedStrategy
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.step.keras_step import KerasStep
-from tfdist.step.shares import parts_of
+from tfdist.step.shares import MeasuredShares, parts_of
 
 _logger = logging.getLogger("tfdist")
 
@@ -36,6 +37,20 @@ _LEAST_STEPS = 3
 #: The fraction of the free memory of a host that ranks may fill.
 _MEMORY_SHARE = 0.8
 _MOST_SHOWN = 8
+
+
+def share_by_speed(strategy: DistributedStrategy, given: str | MeasuredShares) -> None:
+    """Gives the ranks of a strategy shares of the rows that follow their measured speeds.
+
+    Args:
+        strategy: The strategy.
+        given: "measured" for the default rules, or the rules.
+    """
+    measured = MeasuredShares() if isinstance(given, str) else given
+    strategy.row_shares = shares = MeasuredRowShares(measured, strategy.row_group.size)
+    strategy.keep(shares)
+    if strategy.engine.size > 1:
+        strategy.fit_hooks.append(Balancing(strategy))
 
 
 class Balancing(keras.callbacks.Callback, FitHook):
