@@ -94,7 +94,7 @@ def test_a_change_holds_for_the_next_batch():
 class AtTheStart:
     """A position in data before the first batch."""
 
-    def state(self, *, in_epoch):
+    def state(self, batch):
         counts = dict.fromkeys(("iterators", "more_samples"), 0)
         return counts | dict.fromkeys(("taken", "batches", "batch_size", "random"))
 
@@ -105,6 +105,8 @@ class AtTheStart:
 def test_shares_of_earlier_checkpoints_come_back():
     """They were beside the kept states, which had no names."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.history = keras.callbacks.History()
+    model.history.on_train_begin()
     shares = MeasuredRowShares(MeasuredShares(), 2)
     shares.set_parts(parts_of([5, 3]))
     state = FitState(model, AtTheStart(), [], [shares]).collect(0, 0)
