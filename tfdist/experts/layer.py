@@ -333,11 +333,10 @@ class MixtureOfExperts(TwoProducts):
     @property
     def num_parameters(self) -> dict[str, int]:
         """The number of parameters in total, and of those that process a token ("active")."""
-        total = self._networks.num_parameters
-        every = sum(math.prod(global_shape(weight)) for weight in self.trainable_variables)
-        outside = every - total
-        active = total * self.top_k // self.num_experts
-        return {"total": total + outside, "active": active + outside}
+        of_experts = self._networks.num_parameters
+        total = sum(math.prod(global_shape(weight)) for weight in self.trainable_variables)
+        idle = of_experts - of_experts * self.top_k // self.num_experts
+        return {"total": total, "active": total - idle}
 
     def get_config(self):
         """The configuration, which is the same on any mesh."""
