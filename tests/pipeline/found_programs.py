@@ -49,6 +49,21 @@ def loaded(file: str) -> float:
     return model.evaluate(X, X, verbose=0)
 
 
+def saved_again(file: str) -> tuple[bool, float, float]:
+    """Whether a model with an optimizer still has one after a pipeline has trained it; and the loss."""
+    model = chain()
+    model.compile("adam", "mse")
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    model = pipeline(model, optimizer="adam")
+    model.fit(X[:32], X[:32], verbose=0)
+    model.save(file)
+    found = keras.saving.load_model(file)
+    is_compiled = found.compiled
+    found.compile("adam", "mse")
+    return is_compiled, model.evaluate(X, X, verbose=0), found.evaluate(X, X, verbose=0)
+
+
 class WithLoss(keras.Model):
     """A model with a loss of its own."""
 

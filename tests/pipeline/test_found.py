@@ -20,6 +20,15 @@ def test_a_model_from_outside_of_the_scope_is_saved_whole(pool, one_process, tmp
 
 
 @on_ranks(("horovod", 2))
+def test_no_optimizer_of_an_earlier_training_is_saved(pool, tmp_path):
+    for is_compiled, right, found in pool.run(
+        found_programs.saved_again, str(tmp_path / "m.keras")
+    ):
+        assert not is_compiled
+        np.testing.assert_allclose(found, right, rtol=1e-6)
+
+
+@on_ranks(("horovod", 2))
 def test_what_is_refused_on_all_ranks(pool):
     for said in pool.run(found_programs.with_a_loss_of_its_own):
         assert "a WithLoss with its own `compute_loss`" in said

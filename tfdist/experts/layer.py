@@ -184,11 +184,8 @@ class MixtureOfExperts(TwoProducts):
         self._networks.add_weights(self, width)
         if config["shared_hidden_dim"] is not None:
             self._build_shared(input_shape)
-        self._bias_state = None
-        if config["bias_rate"]:
-            self._bias_state = BiasState(
-                self, self.num_experts, config["bias_rate"], config["bias_update_steps"]
-            )
+        rate, steps = config["bias_rate"], config["bias_update_steps"]
+        self._bias_state = BiasState(self, self.num_experts, rate, steps) if rate else None
         self.expert_usage = ExpertUsage(self.num_experts)
         self.built = True
 

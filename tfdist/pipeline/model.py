@@ -178,6 +178,10 @@ class PipelineModel(keras.Model):
             ValueError: A loss requires the rows of the whole batch, and a step has micro-batches.
         """
         super().compile(*args, **kwargs)
+        if self.chain_model.compiled:
+            # One that was loaded has the optimizer of its earlier training, which would be saved again.
+            self.chain_model.compiled = False
+            del self.chain_model.optimizer
         # Checked here, on all ranks, because only the last stage computes the loss.
         check_micro_batches(self.loss, self._runtime.schedule.num_microbatches, self.name)
         self.partition.check_trained()  # Layers may have been frozen since.
@@ -302,7 +306,7 @@ class PipelineModel(keras.Model):
         super().summary(*args, **kwargs)
 
     def save(self, filepath, *args, **kwargs):
-        """Saves the whole chain as a plain Keras model; all ranks must call it."""
+        """Saves the whole chain as a plain Keras model without an optimizer; all ranks must call it."""
         self._runtime.placement.renew()
         self.chain_model.save(filepath, *args, **kwargs)
 
