@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.sharding import whole_value
+
 X = np.random.default_rng(3).normal(size=(33, 6)).astype("float32")
 
 
@@ -17,11 +19,11 @@ def scope():
     return strategy(tfdist.Mesh(data=1, pipeline=2)).scope()
 
 
-def pipeline(model, count: int = 2, **options):
+def pipeline(model, count: int = 2, *, cut="even", **options):
     import tfdist
 
     with scope():
-        found = tfdist.pipeline.PipelineModel(model, num_microbatches=count)
+        found = tfdist.pipeline.PipelineModel(model, num_microbatches=count, cut=cut)
         found.compile(**{"optimizer": "sgd", "loss": "mse", **options})
     return found
 
@@ -45,6 +47,21 @@ def loaded(file: str) -> float:
     model.compile("sgd", "mse")
     model.load_weights(file)
     return model.evaluate(X, X, verbose=0)
+
+
+def saved_again(file: str) -> tuple[bool, float, float]:
+    """Whether a model with an optimizer still has one after a pipeline has trained it; and the loss."""
+    model = chain()
+    model.compile("adam", "mse")
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    model = pipeline(model, optimizer="adam")
+    model.fit(X[:32], X[:32], verbose=0)
+    model.save(file)
+    found = keras.saving.load_model(file)
+    is_compiled = found.compiled
+    found.compile("adam", "mse")
+    return is_compiled, model.evaluate(X, X, verbose=0), found.evaluate(X, X, verbose=0)
 
 
 class WithLoss(keras.Model):
@@ -139,6 +156,69 @@ def positions(on_ranks: bool) -> float:
     ids = np.random.default_rng(1).integers(0, 9, (32, 6))
     history = model.fit(ids, X[:32, :3], batch_size=16, epochs=2, verbose=0, shuffle=False).history
     return history["loss"]
+
+
+def _weights(model, on_ranks: bool) -> list:
+    """The weights of the whole model."""
+    whole_model = model.chain_model if on_ranks else model
+    return [whole_value(weight).numpy() for weight in whole_model.weights]
+
+
+def shared_table(on_ranks: bool) -> list:
+    """The weights after a table was looked up in two stages, for ids of which some are equal."""
+    keras.utils.set_random_seed(1)
+    table = keras.layers.Embedding(9, 6, name="table")
+    first, second = (keras.Input((5,), dtype=dtype) for dtype in ("int32", "int64"))
+    x = table(first)
+    for _ in range(3):
+        x = keras.layers.Dense(6, activation="tanh")(x)
+    x = keras.layers.Flatten()(keras.layers.Add()([x, table(second)]))
+    model = keras.Model([first, second], keras.layers.Dense(3)(x))
+    options = {"optimizer": keras.optimizers.Adam(0.01, clipnorm=0.02), "loss": "mse"}
+    if on_ranks:
+        model = pipeline(model, **options)
+        parts = [model.partition.segments_of_rank(rank) for rank in range(2)]
+        if not all(any(table in segment.layers for segment in part) for part in parts):
+            raise RuntimeError("The table is in one stage.")
+    else:
+        model.compile(**options)
+    ids = np.random.default_rng(1).integers(0, 9, (2, 32, 5)) // [[[1]], [[2]]]
+    model.fit([*ids], X[:32, :3], batch_size=16, epochs=2, verbose=0, shuffle=False)
+    return _weights(model, on_ranks)
+
+
+def stopped(on_ranks: bool) -> list:
+    """The weights after a stage has stopped the gradient of a layer of the stage before."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    early = keras.layers.Dense(6, activation="tanh")(inputs)
+    x = keras.layers.Dense(6, activation="tanh")(early)
+    x = keras.layers.Dense(6)(keras.ops.stop_gradient(x))
+    model = keras.Model(inputs, [early, keras.layers.Dense(6)(x)])
+    options = {"optimizer": keras.optimizers.AdamW(0.01, weight_decay=0.1), "loss": ["mse", "mse"]}
+    if on_ranks:
+        model = pipeline(model, cut=[2, 3], **options)
+    else:
+        model.compile(**options)
+    model.fit(X[:32], [X[:32]] * 2, batch_size=16, epochs=2, verbose=0, shuffle=False)
+    return _weights(model, on_ranks)
+
+
+def nothing_learned() -> str:
+    """No loss depends on the weights of the first rank."""
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(6, name="first")(inputs)
+    outputs = keras.layers.Dense(6)(keras.ops.stop_gradient(x))
+    return _said(lambda: pipeline(keras.Model(inputs, outputs), cut=[1, 2]).fit(X[:32], X[:32]))
+
+
+def shared_state() -> str:
+    """Two stages update moving averages."""
+    inputs = x = keras.Input((6,))
+    layer = keras.layers.BatchNormalization(name="shared")
+    for _ in range(2):
+        x = layer(keras.layers.Dense(6)(x))
+    return _said(lambda: pipeline(keras.Model(inputs, x)).fit(X[:32], X[:32]))
 
 
 def policy_of_the_model() -> str:

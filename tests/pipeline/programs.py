@@ -207,7 +207,11 @@ def refusal(mesh: dict, what: str) -> str:
                 layers.insert(1, keras.layers.Rescaling(2.0))
                 model = PipelineModel(layers, num_microbatches=2, cut=[1, 2])
             elif what == "shape":
-                layers = [keras.Input((None, 4)), keras.layers.Dense(4), keras.layers.Dense(2)]
+                layers = [
+                    keras.Input((None, 4), name="features"),
+                    keras.layers.Dense(4),
+                    keras.layers.Dense(2),
+                ]
                 model = PipelineModel(layers, num_microbatches=2)
             else:
                 model = PipelineModel(layers, num_microbatches=2)

@@ -133,7 +133,7 @@ def test_a_block_with_a_shortcut_is_whole(make):
     assert len(parts(outputs, inputs)) == 2
     with pytest.raises(
         ValueError,
-        match=r"2 parts .* 3 stages: .* cannot be split, since the outputs of `.* in parallel",
+        match=r"2 parts .* 3 stages: .* cannot be split, since the output of `.* in parallel",
     ):
         make_partition(Chain(keras.Model(inputs, outputs)), 3)
 

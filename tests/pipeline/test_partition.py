@@ -184,7 +184,7 @@ class Subclassed(keras.Model):
         ),
         (
             lambda: keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(2)]),
-            r"FLOPs requires .* of `dense.*` of shape \(None, None, 4\)",
+            r"FLOPs requires .* the input `.*` of shape \(None, None, 4\)",
         ),
     ],
 )

@@ -179,7 +179,7 @@ def test_sizes_that_a_model_leaves_open_may_be_given():
 
 
 REFUSALS = {
-    "shape": "must know the shapes of the tensors it receives. Received: the input `padding_mask` has the shape (2, None)",
+    "shape": "must know the shapes of the tensors it receives. Received: the input `padding_mask` of shape (2, None)",
     "inputs": "requires the inputs ['padding_mask', 'token_ids']. Received: tensors of shapes {'token_ids'",
     "rows": "Outputs of a pipeline must have a row for each of the batch",
 }

@@ -169,8 +169,8 @@ def test_the_graph_grows_with_micro_batches_and_no_faster(pool):
 
 REFUSALS = {
     "stages": "ValueError: A chain of 1 parts cannot be split into 2 stages",
-    "untrained": "Each rank of a pipeline requires trainable weights. Received: none on rank 0 in rescaling",
-    "shape": "must know the shapes of the tensors it receives. Received: the inputs have the shape (4, None, 4)",
+    "untrained": "Each rank of a pipeline requires trainable weights that a loss depends on. Received: none on rank 0 in rescaling",
+    "shape": "must know the shapes of the tensors it receives. Received: the input `features` of shape (4, None, 4)",
     "rows": "must be divisible by 2, the number of micro-batches",
     "unknown-rows": "must be divisible by 2, the number of micro-batches",
     "call": "cannot be called on one rank, which holds only a part of it",

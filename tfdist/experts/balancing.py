@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.updates import unwrapped
-from tfdist.step.context import current_replica, role_of
+from tfdist.step.context import current_step, role_of
 
 
 class BiasState:
@@ -67,8 +67,7 @@ class BiasState:
         Raises:
             ValueError: The optimizer accumulates gradients over another number of batches.
         """
-        replica = current_replica()
-        step = None if replica is None else replica.step
+        step = current_step()
         if step is None:
             return 1
         optimizer = unwrapped(getattr(step.model, "optimizer", None))

@@ -10,7 +10,7 @@ from tfdist.backend import devices
 from tfdist.backend.graph.reorder import reorder
 from tfdist.collectives import Group, all_to_all
 from tfdist.experts.permutation import Permutation, combine, gather_rows
-from tfdist.step.context import current_replica
+from tfdist.step.context import current_replica, current_step
 from tfdist.step.keras_step import with_global_gradient, with_local_gradient
 
 
@@ -39,8 +39,7 @@ def through_experts(
     if group is None:
         rows = gather_rows(tokens, permutation)
         return combine(networks(rows, permutation.counts), gates, permutation)
-    replica = current_replica()
-    step = None if replica is None else replica.step
+    step = current_step()
     # An expert has tokens of several ranks, whose losses are weighted by their shares of the batch.
     tokens, gates = with_local_gradient(tokens, step), with_local_gradient(gates, step)
     exchange = Exchange(permutation.counts, group, name)

@@ -184,11 +184,8 @@ class MixtureOfExperts(TwoProducts):
         self._networks.add_weights(self, width)
         if config["shared_hidden_dim"] is not None:
             self._build_shared(input_shape)
-        self._bias_state = None
-        if config["bias_rate"]:
-            self._bias_state = BiasState(
-                self, self.num_experts, config["bias_rate"], config["bias_update_steps"]
-            )
+        rate, steps = config["bias_rate"], config["bias_update_steps"]
+        self._bias_state = BiasState(self, self.num_experts, rate, steps) if rate else None
         self.expert_usage = ExpertUsage(self.num_experts)
         self.built = True
 
@@ -333,11 +330,10 @@ class MixtureOfExperts(TwoProducts):
     @property
     def num_parameters(self) -> dict[str, int]:
         """The number of parameters in total, and of those that process a token ("active")."""
-        total = self._networks.num_parameters
-        every = sum(math.prod(global_shape(weight)) for weight in self.trainable_variables)
-        outside = every - total
-        active = total * self.top_k // self.num_experts
-        return {"total": total + outside, "active": active + outside}
+        of_experts = self._networks.num_parameters
+        total = sum(math.prod(global_shape(weight)) for weight in self.trainable_variables)
+        idle = of_experts - of_experts * self.top_k // self.num_experts
+        return {"total": total, "active": total - idle}
 
     def get_config(self):
         """The configuration, which is the same on any mesh."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.backend import devices
 from tfdist.collectives import all_reduce
 from tfdist.experts.permutation import count_by_expert
-from tfdist.step.context import ReplicaContext, current_replica, role_of
+from tfdist.step.context import current_replica, current_step, role_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +48,12 @@ class Tokens:
 
     def mean(self, sums: tf.Tensor) -> tf.Tensor:
         """This rank's part of a mean over all ranks' tokens, from its sums."""
-        replica = current_replica()
-        if replica is None:
-            return tf.math.divide_no_nan(sums, tf.cast(self.total, sums.dtype))
-        total, step = tf.cast(self.total, sums.dtype), replica.step
-        if step is not None and not self.is_masked:
+        replica, step = current_replica(), current_step()
+        total = tf.cast(self.total, sums.dtype)
+        if replica is None or (step is not None and not self.is_masked):
             # All sequences of a batch have the same length: a rank's share of tokens is that of its rows.
             return tf.math.divide_no_nan(sums, total)
-        refuse_microbatches(
-            replica, self.layer, "a mask and a balance loss or z-loss over the batch"
-        )
+        refuse_microbatches(self.layer, "a mask and a balance loss or z-loss over the batch")
         every = all_reduce(total, replica.gradient_group, name=f"{self.layer}/tokens")
         share = 1.0 if step is None else tf.cast(step.gradient_share, sums.dtype)
         return tf.math.divide_no_nan(sums, every * share)
@@ -81,9 +77,7 @@ def balance_loss(counts: tf.Tensor, probabilities: tf.Tensor, tokens: Tokens) ->
 
     Source: Fedus et al. 2021, "Switch Transformers", equation 4, with shares of choices.
     """
-    replica = current_replica()
-    if replica is not None:
-        refuse_microbatches(replica, tokens.layer, 'balance_over="batch"')
+    refuse_microbatches(tokens.layer, 'balance_over="batch"')
     loads = tf.stop_gradient(tf.math.divide_no_nan(counts, tf.reduce_sum(counts)))
     mean = tokens.mean(tokens.sum(probabilities))
     return tf.cast(tf.shape(loads)[0], loads.dtype) * tf.reduce_sum(loads * mean)
@@ -141,13 +135,13 @@ def router_z_loss(logits: tf.Tensor, tokens: Tokens) -> tf.Tensor:
     return tokens.mean(tokens.sum(squares))
 
 
-def refuse_microbatches(replica: ReplicaContext, layer: str, loss: str) -> None:
+def refuse_microbatches(layer: str, loss: str) -> None:
     """Checks that a loss over the batch is not computed in a pipeline with several micro-batches.
 
     Raises:
         ValueError: There are several.
     """
-    step = replica.step
+    step = current_step()
     count = role_of(step.model).num_microbatches if step is not None else 1
     if count > 1 and step is not None and step.kind == "train":
         raise ValueError(

@@ -83,21 +83,18 @@ class ExpertNetworks:
         Returns:
             [rows, width].
         """
-        *first, (output_kernel, output_bias) = self._products
-        made = [
-            grouped_linear(
-                rows, value_tensor(kernel), counts, None if bias is None else value_tensor(bias)
-            )
-            for kernel, bias in first
+        *first, (output_kernel, output_bias) = [
+            (value_tensor(kernel), None if bias is None else value_tensor(bias))
+            for kernel, bias in self._products
         ]
+        made = [grouped_linear(rows, kernel, counts, bias) for kernel, bias in first]
         hidden = self._activation(made[0])
         if self._is_gated:
             hidden = hidden * made[1]
-        bias = None if output_bias is None else value_tensor(output_bias)
-        if bias is not None and self._tensor is not None:
+        if output_bias is not None and self._tensor is not None:
             # The sum over ranks must contain it once.
-            bias = bias * (1.0 if self._tensor.rank == 0 else 0.0)
-        return grouped_linear(hidden, value_tensor(output_kernel), counts, bias)
+            output_bias = output_bias * (1.0 if self._tensor.rank == 0 else 0.0)
+        return grouped_linear(hidden, output_kernel, counts, output_bias)
 
 
 def _activation(name: str):

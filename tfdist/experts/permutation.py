@@ -84,25 +84,21 @@ def sort_by_expert(
         gates: float32, [tokens, top_k]; required with a capacity.
     """
     with devices.on_host():
-        return _sorted(experts, num_experts, is_there, capacity, gates)
-
-
-def _sorted(experts, num_experts: int, is_there, capacity, gates) -> Permutation:
-    flat = tf.reshape(experts, [-1])
-    if is_there is not None:
-        flat = tf.where(is_there, flat, num_experts)
-    if capacity is not None:
-        flat = _within_capacity(flat, tf.reshape(gates, [-1]), num_experts, capacity)
-    counts = count_by_expert(flat, num_experts + 1)[:num_experts]
-    order = tf.argsort(flat, stable=True)
-    places = tf.reshape(tf.math.invert_permutation(order), tf.shape(experts))
-    places.set_shape(experts.shape)
-    if is_there is None and capacity is None:
-        return Permutation(order, places, counts, None)
-    kept = tf.reshape(flat < num_experts, tf.shape(experts))
-    kept.set_shape(experts.shape)
-    order = order[: tf.reduce_sum(counts)]
-    return Permutation(order, tf.where(kept, places, 0), counts, kept)
+        flat = tf.reshape(experts, [-1])
+        if is_there is not None:
+            flat = tf.where(is_there, flat, num_experts)
+        if capacity is not None:
+            flat = _within_capacity(flat, tf.reshape(gates, [-1]), num_experts, capacity)
+        counts = count_by_expert(flat, num_experts + 1)[:num_experts]
+        order = tf.argsort(flat, stable=True)
+        places = tf.reshape(tf.math.invert_permutation(order), tf.shape(experts))
+        places.set_shape(experts.shape)
+        if is_there is None and capacity is None:
+            return Permutation(order, places, counts, None)
+        kept = tf.reshape(flat < num_experts, tf.shape(experts))
+        kept.set_shape(experts.shape)
+        order = order[: tf.reduce_sum(counts)]
+        return Permutation(order, tf.where(kept, places, 0), counts, kept)
 
 
 def _within_capacity(flat, gates, num_experts: int, capacity):
@@ -122,8 +118,7 @@ def gather_rows(tokens: tf.Tensor, permutation: Permutation) -> tf.Tensor:
     @custom_gradient
     def gather(x):
         def gradient(dy):
-            places = range(permutation.top_k)
-            return tf.add_n([_rows_of(dy, permutation, place) for place in places])
+            return tf.add_n([_rows_of(dy, permutation, p) for p in range(permutation.top_k)])
 
         return tf.gather(x, permutation.tokens), gradient
 

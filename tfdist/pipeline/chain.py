@@ -141,6 +141,12 @@ class Chain:
         """The tensors that a segment and later ones read from earlier ones, without the inputs."""
         return self.segments[place - 1].after if place else ()
 
+    def described(self, number: int) -> str:
+        """A tensor in the words of messages."""
+        if number in self.inputs:
+            return f"the input `{self._tensors[number].name}`"
+        return f"the output of `{self._makers[number].operation.name}`"
+
     def made_and_read(self, number: int) -> tuple[Any, int]:
         """The layer or operation that makes a tensor, and the number of calls that read it."""
         return self._makers[number].operation, sum(number in step.reads for step in self._steps)
@@ -222,16 +228,11 @@ class Chain:
         if self.has_known_shapes:
             return
         specs = self.specs()
-        name, spec = next(
-            (segment.name, spec)
-            for segment in self.segments
-            for spec in [*segment.arguments(specs), *(specs[number] for number in segment.makes)]
-            if None in spec.shape[1:]
-        )
+        number = next(number for number, spec in specs.items() if None in spec.shape[1:])
         raise ValueError(
             f"Only the number of rows may be undefined, since {what} requires all other sizes. "
-            f"Received: an input of `{name}` of shape {tuple(spec.shape)}. Define all other sizes in "
-            "`input_shape` or the model's Input, or use cost='parameters'."
+            f"Received: {self.described(number)} of shape {tuple(specs[number].shape)}. Define all other "
+            "sizes in `input_shape` or the model's Input, or use cost='parameters'."
         )
 
     def _make_segments(self) -> list[Segment]:
@@ -258,11 +259,10 @@ class Chain:
 
     def _why_whole(self, live: tuple[int, ...], masked: set[int]) -> str:
         """Why the chain cannot be split where these tensors are read later."""
-        names = {number: f"`{self._makers[number].operation.name}`" for number in live}
         for number in live:
             if number in masked:
-                return f"the output of {names[number]} has a Keras mask"
-        return f"the outputs of {' and '.join(dict.fromkeys(names.values()))} are used in parallel"
+                return f"{self.described(number)} has a Keras mask"
+        return f"{' and '.join(dict.fromkeys(map(self.described, live)))} are used in parallel"
 
     def _segment(self, calls: list[Call], live: tuple[int, ...], why: str) -> Segment:
         made = {number for call in calls for number in self._of(call.makes)}

@@ -102,7 +102,7 @@ def run_schedule(
         elif action.kind == Action.BACKWARD:
             part, arriving, leaving, to = program.backward, program.dy, program.dx, stage - 1
         if arriving:
-            passed = _received(known, route, programs, action, rows, ends[-2])
+            passed = _received(known, route, programs, action, arriving, rows, ends[-2])
             tensors |= {name: passed[number] for number, name in arriving.items()}
         arguments, began = _after(ends[-1], {n: tensors[n] for n in part.inputs}, timed)
         results = part(arguments)
@@ -177,15 +177,13 @@ def run_forward(
     return outputs if route.is_here(num_stages - 1) else []
 
 
-def _received(known, route: Route, programs, action: Action, rows, after) -> dict[int, tf.Tensor]:
-    """The tensors of an action from the adjacent stage, on this rank or another one."""
+def _received(known, route: Route, programs, action: Action, numbers, rows, after) -> dict:
+    """The tensors of an action by number, from the adjacent stage on this rank or another one."""
     forward = action.kind == Action.FORWARD
     source = action.stage - 1 if forward else action.stage + 1
     if route.is_here(source):
         names = programs[source].y if forward else programs[source].dx
         return {n: known[source, action.microbatch][name] for n, name in names.items()}
-    # The gradient of a tensor has its shape.
-    numbers = programs[action.stage].x if forward else programs[action.stage].dy
     name = _name(Action(action.kind, source, action.microbatch))
     return route.receive(numbers, rows, source, name, after)
 

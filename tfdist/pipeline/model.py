@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.keras import attributes
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
@@ -105,7 +104,7 @@ class PipelineModel(keras.Model):
             monitoring = require_addon("monitoring", 'cost="seconds"')
             cost = monitoring.measure_seconds(chain, None if strategy is None else strategy.group())
         partition = make_partition(chain, group.size, plan.chunks, cut=cut, cost=cost)
-        _check_trained(partition)
+        partition.check_trained()
         self._runtime = PipelineRuntime(plan, partition, group, timed)
         self._tfdist_role = ModelRole(
             self._runtime.last_stage in self._runtime.stages,
@@ -179,11 +178,16 @@ class PipelineModel(keras.Model):
             ValueError: A loss requires the rows of the whole batch, and a step has micro-batches.
         """
         super().compile(*args, **kwargs)
+        if self.chain_model.compiled:
+            # One that was loaded has the optimizer of its earlier training, which would be saved again.
+            self.chain_model.compiled = False
+            del self.chain_model.optimizer
         # Checked here, on all ranks, because only the last stage computes the loss.
         check_micro_batches(self.loss, self._runtime.schedule.num_microbatches, self.name)
-        _check_trained(self.partition)  # Layers may have been frozen since.
+        self.partition.check_trained()  # Layers may have been frozen since.
         # Layers may have got more weights since, by LoRA.
         self._runtime.placement.renew()
+        self._runtime.placement.check_states(self.chain_model)
         self._runtime.text = None
         if sampler is not None:
             self._text.use(sampler)
@@ -241,12 +245,7 @@ class PipelineModel(keras.Model):
         outputs, extra = self._runtime.forward(x)
         rows = tf.shape(tf.nest.flatten(x)[0])[0]
         if self._tfdist_role.sees_outputs:
-            y_pred = self._runtime.chain.as_outputs(
-                [
-                    with_provenance(lambda *parts: tf.concat(parts, axis=0), *parts)
-                    for parts in zip(*outputs, strict=True)
-                ]
-            )
+            y_pred = self._runtime.chain.as_outputs(outputs)
             attributes.count_batch(self, y, y_pred, sample_weight, rows)
         self._add_to_reported_loss(extra, rows)
         return self.get_metrics_result()
@@ -257,9 +256,8 @@ class PipelineModel(keras.Model):
         shapes = self._runtime.output_shapes(x)
         outputs, _ = self._runtime.forward(x)
         rows = tf.shape(tf.nest.flatten(x)[0])[0]
-        whole = [tf.concat(parts, axis=0) for parts in zip(*outputs, strict=True)]
         # Ranks without the last stage have none.
-        every = whole or [None] * len(shapes)
+        every = outputs or [None] * len(shapes)
         predicted = [
             self._predicted(y, shape, rows, f"predictions/{place}")
             for place, (y, shape) in enumerate(zip(every, shapes, strict=True))
@@ -308,7 +306,7 @@ class PipelineModel(keras.Model):
         super().summary(*args, **kwargs)
 
     def save(self, filepath, *args, **kwargs):
-        """Saves the whole chain as a plain Keras model; all ranks must call it."""
+        """Saves the whole chain as a plain Keras model without an optimizer; all ranks must call it."""
         self._runtime.placement.renew()
         self.chain_model.save(filepath, *args, **kwargs)
 
@@ -337,16 +335,4 @@ def _check_steps(model: keras.Model) -> None:
                 f"A pipeline does not call the methods of a model, only its layers. Received: `{model.name}`, a "
                 f"{type(model).__name__} with its own `{name}`. Pass keras.Model(model.inputs, model.outputs), "
                 "and the loss to `compile`."
-            )
-
-
-def _check_trained(partition: Partition) -> None:
-    """Raises ValueError if a rank has no trainable weights, which optimizers do not support."""
-    for rank in range(partition.num_ranks):
-        segments = partition.segments_of_rank(rank)
-        if not any(segment.trainable_variables for segment in segments):
-            raise ValueError(
-                "Each rank of a pipeline requires trainable weights. Received: none on rank "
-                f"{rank} in {', '.join(segment.name for segment in segments)}. Split the chain "
-                "elsewhere by `cut`."
             )

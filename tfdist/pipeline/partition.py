@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tabulate import tabulate
 
@@ -48,6 +48,22 @@ class Partition:
         """The segments of all stages on a rank."""
         stages = range(rank, self.num_stages, self.num_ranks)
         return [segment for stage in stages for segment in self.segments(stage)]
+
+    def check_trained(self, with_gradient: Container[int] | None = None) -> None:
+        """Raises ValueError if a rank has no weights to train, which optimizers do not support.
+
+        Args:
+            with_gradient: The ids of the variables with a gradient, if they are known.
+        """
+        for rank in range(self.num_ranks):
+            segments = self.segments_of_rank(rank)
+            trained = [v for segment in segments for v in segment.trainable_variables]
+            if not any(with_gradient is None or id(v) in with_gradient for v in trained):
+                raise ValueError(
+                    "Each rank of a pipeline requires trainable weights that a loss depends on. Received: "
+                    f"none on rank {rank} in {', '.join(segment.name for segment in segments)}. Split the "
+                    "chain elsewhere by `cut`."
+                )
 
     def table(self) -> str:
         """Stage, rank, layers, parameters, FLOPs of a forward pass of one row, and share of the cost."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.functional import defer, initialize_weights, is_deferred
-from tfdist.collectives import Group, all_reduce
+from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.pipeline.partition import Partition
 from tfdist.sharding.layout import Stage, update_layout
 from tfdist.sharding.parts import SlicedInitializer
+from tfdist.sharding.states import layer_states
 
 
 class StagePlacement:
@@ -29,13 +31,14 @@ class StagePlacement:
     def renew(self) -> None:
         """Updates the variables, which change if layers get LoRA adapters, and places them."""
         self._variables: dict[int, keras.Variable] = {}
-        self._ranks: dict[int, list[int]] = {}
+        #: The ranks of the pipeline axis that hold each variable, by its id.
+        self.ranks: dict[int, list[int]] = {}
         for stage in range(self._partition.num_stages):
             rank = stage % self._partition.num_ranks
             for segment in self._partition.segments(stage):
                 for variable in segment.variables:
                     self._variables[id(variable)] = variable
-                    ranks = self._ranks.setdefault(id(variable), [])
+                    ranks = self.ranks.setdefault(id(variable), [])
                     if rank not in ranks:
                         ranks.append(rank)
         initialize_weights(self.own)
@@ -43,8 +46,8 @@ class StagePlacement:
             return
         zeros = keras.initializers.Zeros()
         for key, variable in self._variables.items():
-            part = update_layout(variable, stage=Stage(self.group, tuple(self._ranks[key]))).slice
-            if self.group.rank not in self._ranks[key] and is_deferred(variable):
+            part = update_layout(variable, stage=Stage(self.group, tuple(self.ranks[key]))).slice
+            if self.group.rank not in self.ranks[key] and is_deferred(variable):
                 # A trace for shapes must not read such a variable from a file, or draw its values.
                 defer(variable, zeros if part is None else SlicedInitializer(zeros, part))
 
@@ -56,27 +59,45 @@ class StagePlacement:
     @property
     def own(self) -> list[keras.Variable]:
         """The variables that this rank holds."""
-        return [v for key, v in self._variables.items() if self.group.rank in self._ranks[key]]
+        return [v for key, v in self._variables.items() if self.group.rank in self.ranks[key]]
 
-    def sum_tied(self, gradients: dict[int, Any]) -> None:
+    def sum_tied(self, gradients: dict[int, Any], forms: Mapping[int, Mapping[int, int]]) -> None:
         """Sums the gradients of variables that several ranks hold, in place.
 
         Args:
             gradients: The gradients of this rank's variables, by the variables' ids.
+            forms: The number of components of each gradient of all ranks, by the variable's id and stage.
         """
-        for key, ranks in self._ranks.items():
+        for key, ranks in self.ranks.items():
             variable, group = self._variables[key], self.group
             holds = group.rank in ranks
-            if len(ranks) == 1 or not variable.trainable or (len(ranks) == 2 and not holds):
+            if len(ranks) == 1 or key not in forms or (len(ranks) == 2 and not holds):
                 continue
             if len(ranks) == 2:
                 (other,) = (group.ranks[rank] for rank in ranks if rank != group.rank)
                 group = group.engine.pair(other)
-            gradient = gradients.get(key) if holds else None
-            if gradient is None:
-                gradient = tf.zeros(variable.shape, variable.dtype)
-            # A sparse gradient does not define the number of rows; the other rank's tensor does.
-            dense = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
-            total = all_reduce(dense, group, name=f"tied/{variable.name}")
+            shape, name = variable.shape, f"tied/{variable.name}"
+            if min(forms[key].values()) > 1:
+                # As in one process, optimizers get a row for each lookup, also for ids in several stages.
+                none = tf.IndexedSlices(tf.zeros([0, *shape[1:]], variable.dtype), tf.zeros([0]))
+                rows = gradients.get(key, none)
+                values = all_gather(rows.values, group, uneven=True, name=f"{name}/rows")
+                indices = tf.cast(rows.indices, tf.int64)
+                indices = all_gather(indices, group, uneven=True, name=f"{name}/indices")
+                total = tf.IndexedSlices(values, indices, tf.constant([*shape], tf.int64))
+            else:
+                # A sum of rows does not define its shape; the other rank's tensor does.
+                dense = gradients.get(key, tf.zeros(shape, variable.dtype))
+                total = all_reduce(tf.ensure_shape(dense, shape), group, name=name)
             if holds:
                 gradients[key] = total
+
+    def check_states(self, model: keras.Model) -> None:
+        """Raises ValueError if several ranks hold a state that a layer updates, such as a moving average."""
+        shared = [v.path for v in layer_states(model) if len(self.ranks.get(id(v), ())) > 1]
+        if shared:
+            raise ValueError(
+                "A layer with a state cannot be in stages of several ranks, each of which would update its "
+                f"own. Received: {shared} in `{model.name}`. Use a layer for each call, or `cut` the chain "
+                "elsewhere."
+            )

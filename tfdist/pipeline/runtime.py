@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,15 @@ import tensorflow as tf
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.keras.attributes import count_batch
 from tfdist.collectives import Group, all_reduce
+from tfdist.collectives.objects import all_gather_object
 from tfdist.gradients.non_finite import guard_of
+from tfdist.gradients.sparse import joined_rows
 from tfdist.pipeline.executor import Route, run_forward, run_schedule
 from tfdist.pipeline.partition import Partition
 from tfdist.pipeline.placement import StagePlacement
 from tfdist.pipeline.schedules import Schedule
 from tfdist.pipeline.shapes import RowShape
-from tfdist.pipeline.stage import StageProgram, trace_stage
+from tfdist.pipeline.stage import LOSS, StageProgram, trace_stage
 from tfdist.sharding.layout import layout_of
 from tfdist.step.context import current_replica, current_step, current_strategy
 from tfdist.step.keras_step import Divisors
@@ -51,15 +54,15 @@ class PipelineRuntime:
             batch: Targets and weights.
 
         Returns:
-            The gradient of each of this rank's trained variables, or None, by the variables' ids.
+            The gradient of each of this rank's variables that has one, by the variables' ids.
         """
         count = self.schedule.num_microbatches
         inputs = self.chain.flat_inputs(x)
         rows = rows_of_microbatch(next(iter(inputs.values())), count)
         static = rows if isinstance(rows, int) else None
         route = self._route(inputs, static)
-        given = {number: microbatches(tensor, rows, count) for number, tensor in inputs.items()}
-        parts = [microbatches(tensor, rows, count) for tensor in _flat(batch)]
+        given = {number: tf.split(tensor, [rows] * count) for number, tensor in inputs.items()}
+        parts = [tf.split(tensor, [rows] * count) for tensor in _flat(batch)]
         step = current_step()
         if step is not None:
             # Made once for all losses, and outside of the graphs of stages.
@@ -68,6 +71,7 @@ class PipelineRuntime:
             programs = {
                 stage: self._program(model, stage, route, batch, static) for stage in self.stages
             }
+        forms = self._forms(programs)
         if self.last_stage in programs:
             parts.append([self._divisors(programs[self.last_stage], given, parts)] * count)
         sums, times = run_schedule(
@@ -84,16 +88,11 @@ class PipelineRuntime:
                 with tf.init_scope(), tf.device("/CPU:0"):
                     self.times = tf.Variable(tf.zeros(times.shape, tf.float64))
             self.times.assign(times)
-        gradients = self._gradients(sums)
+        gradients = self._gradients(sums, forms)
         guard = guard_of(model)
         if guard is not None and self.last_stage in self.stages:
             with tf.control_dependencies(guard.end_step()):
-                gradients = {
-                    key: None
-                    if each is None
-                    else tf.nest.map_structure(tf.identity, each, expand_composites=True)
-                    for key, each in gradients.items()
-                }
+                gradients = tf.nest.map_structure(tf.identity, gradients, expand_composites=True)
         return to_shards(gradients)
 
     @contextlib.contextmanager
@@ -117,16 +116,38 @@ class PipelineRuntime:
         else:
             yield lambda gradients: gradients
 
-    def _gradients(self, sums: dict[int, list]) -> dict[int, Any]:
-        """The gradient of each of this rank's trained variables, or None, by the variables' ids."""
-        found: dict[int, Any] = {}
+    def _forms(self, programs: Mapping[int, StageProgram]) -> dict[int, dict[int, int]]:
+        """The number of components of each gradient of all ranks, by the variable's id and stage.
+
+        Gradients that no loss leads to are left out. One process does not have them either.
+        """
+        own = {stage: (p.dx, p.gradients, p.sources) for stage, p in programs.items()}
+        with tf.init_scope():
+            found = all_gather_object(own, self.group, name="pipeline/gradients")
+        every = [(stage, about) for some in found for stage, about in some.items()]
+        forms: dict[int, dict[int, int]] = {}
+        live: set[int] = set()
+        for stage, (dx, gradients, sources) in sorted(every, reverse=True):
+            live.add(LOSS)
+            for variable, names in zip(self._trained(stage), gradients, strict=True):
+                if names and live & sources[names[0]]:
+                    forms.setdefault(id(variable), {})[stage] = len(names)
+            live = {number for number, name in dx.items() if live & sources[name]}
+        self.partition.check_trained(forms)
+        return forms
+
+    def _gradients(self, sums: dict[int, list], forms: dict) -> dict[int, Any]:
+        """The gradient of each of this rank's variables that has one, by the variables' ids."""
+        parts: dict[int, list] = {}
         for stage, gradients in sums.items():
             for variable, gradient in zip(self._trained(stage), gradients, strict=True):
-                before = found.get(id(variable))
-                if before is not None and gradient is not None:
-                    gradient = tf.convert_to_tensor(before) + tf.convert_to_tensor(gradient)
-                found[id(variable)] = before if gradient is None else gradient
-        self.placement.sum_tied(found)
+                if stage in forms.get(id(variable), ()):
+                    parts.setdefault(id(variable), []).append(gradient)
+        found = {
+            key: joined_rows(some) if min(forms[key].values()) > 1 else tf.add_n(some)
+            for key, some in parts.items()
+        }
+        self.placement.sum_tied(found, forms)
         return found
 
     def _divisors(self, last: StageProgram, inputs: Mapping, parts: Sequence) -> tf.Tensor:
@@ -145,8 +166,7 @@ class PipelineRuntime:
         """Adds a forward pass to the graph.
 
         Returns:
-            The outputs of each micro-batch, on the rank of the last stage; and the losses of this rank's
-            layers.
+            The outputs, on the rank of the last stage, else []; and the losses of this rank's layers.
         """
         count = self.schedule.num_microbatches
         given = self.chain.flat_inputs(x)
@@ -177,9 +197,7 @@ class PipelineRuntime:
             return run
 
         replica = current_replica()
-        cutting = (
-            contextlib.nullcontext() if replica is None else attributes_set(replica, cuts=True)
-        )
+        cutting = attributes_set(replica, cuts=True) if replica else contextlib.nullcontext()
         with self._whole_parameters(), cutting:
             outputs = run_forward(
                 {stage: stage_function(stage) for stage in self.stages},
@@ -187,8 +205,9 @@ class PipelineRuntime:
                 route,
                 inputs,
             )
-        listed = [[some[number] for number in self.chain.outputs] for some in outputs]
-        return listed, tf.add_n(extra) if extra else tf.constant(0.0)
+        listed = [[some[number] for some in outputs] for number in self.chain.outputs if outputs]
+        whole = [with_provenance(lambda *of: tf.concat(of, axis=0), *parts) for parts in listed]
+        return whole, tf.add_n(extra) if extra else tf.constant(0.0)
 
     def output_shapes(self, x) -> list[RowShape]:
         """The shapes of the outputs of the chain, by the number of rows.
@@ -212,21 +231,13 @@ class PipelineRuntime:
             ValueError: More than the number of rows of a shape is unknown.
         """
         shapes = self.chain.row_shapes(list(inputs.values()))
-        begins = (0, *self.partition.ends[:-1])
-        leads = [self.chain.before(begin) for begin in begins]
-        places = {
-            number: f"outputs of `{self.chain.segments[begin - 1].name}` have"
-            for begin, numbers in zip(begins, leads, strict=True)
-            for number in numbers
-        }
-        for tensor, number in zip(self.chain.model.inputs, self.chain.inputs, strict=True):
-            places[number] = f"input `{tensor.name}` has" if len(inputs) > 1 else "inputs have"
-        for number, what in sorted(places.items()):
+        leads = [self.chain.before(begin) for begin in (0, *self.partition.ends[:-1])]
+        for number in sorted({*self.chain.inputs, *itertools.chain(*leads)}):
             if not shapes[number].is_known:
                 raise ValueError(
                     "A pipeline requires a fixed size of all dims but the batch, because each rank must "
-                    f"know the shapes of the tensors it receives. Received: the {what} the shape "
-                    f"{tuple(shapes[number].spec(rows).shape)}."
+                    f"know the shapes of the tensors it receives. Received: {self.chain.described(number)} "
+                    f"of shape {tuple(shapes[number].spec(rows).shape)}."
                 )
         return Route(self.group, shapes, leads)
 
@@ -266,8 +277,7 @@ class PipelineRuntime:
             # Operations of the stage's graph, also if an output is an input.
             outputs = [with_provenance(tf.identity, tensors[number]) for number in chain.outputs]
             rows = tf.shape(tensors[with_rows[0]])[0]
-            nothing = contextlib.nullcontext()
-            with attributes_set(step, divisors=divisors) if step else nothing:
+            with attributes_set(step, divisors=divisors) if step else contextlib.nullcontext():
                 total = count_batch(model, y, chain.as_outputs(outputs), sample_weight, rows)
             guard = guard_of(model)
             if guard is not None:
@@ -323,13 +333,6 @@ def rows_of_microbatch(x: tf.Tensor, count: int) -> int | tf.Tensor:
     check = tf.debugging.Assert(rows % count == 0, [message, "Received:", rows])
     with tf.control_dependencies([check]):
         return tf.identity(rows // count)
-
-
-def microbatches(tensor: tf.Tensor, rows: int | tf.Tensor, count: int) -> list[tf.Tensor]:
-    """Splits a tensor into `count` pieces of `rows` rows."""
-    sizes = tf.shape(tensor)
-    inner = [sizes[i] if size is None else size for i, size in enumerate(tensor.shape)][1:]
-    return tf.unstack(tf.reshape(tensor, [count, rows, *inner]), num=count)
 
 
 def _specs(route: Route, numbers: Sequence[int], rows: int | None) -> dict[int, tf.TensorSpec]:

@@ -86,9 +86,10 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     microbatches = range(num_microbatches)
     actions = [
-        (
-            *_actions(Action.FORWARD, rank, microbatches),
-            *_actions(Action.BACKWARD, rank, reversed(microbatches)),
+        _alternate(
+            _actions(Action.FORWARD, rank, microbatches),
+            _actions(Action.BACKWARD, rank, reversed(microbatches)),
+            num_microbatches,
         )
         for rank in range(num_ranks)
     ]

@@ -15,6 +15,9 @@ from tfdist.backend.keras.functional import trace_graph
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.segment import Segment
 
+#: The number of a stage's losses among the sources of its gradients.
+LOSS = -1
+
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram:
@@ -37,6 +40,8 @@ class StageProgram:
         same_rows: For each variable whether its gradient is an IndexedSlices with the same indices for
             every micro-batch, such as those of positions.
         divisors: Computes from inputs and batch what losses are divided by; None if they are means over samples.
+        sources: For each name of a gradient the numbers of those of `dy` that it depends on, and `LOSS` if it
+            depends on the losses of the stage.
     """
 
     forward: Subgraph
@@ -51,6 +56,7 @@ class StageProgram:
     gradients: tuple[tuple[str, ...], ...]
     same_rows: tuple[bool, ...]
     divisors: Subgraph | None
+    sources: dict[str, frozenset[int]]
 
 
 def trace_stage(
@@ -120,9 +126,8 @@ def trace_stage(
             targets, seeds = [sent[number] for number in returned], list(dy.values())
             if loss is not None:
                 total, marks["divisors"] = loss(tensors, *rest)
-                targets = [total if extra is None else total + extra]
-                seeds = [tf.ones_like(targets[0])]
-            elif extra is not None:
+                extra = total if extra is None else total + extra
+            if extra is not None:
                 targets, seeds = [*targets, extra], [*seeds, tf.ones_like(extra)]
         forward = set(graph.get_operations())
         found = [None] * (len(sources) + len(values))
@@ -149,6 +154,7 @@ def trace_stage(
         marks.update(forward=forward, all=set(graph.get_operations()), back=back)
         marks.update(arrived=arrived, inputs=inputs, sent=sent, dy=dy, rest=rest)
         marks.update(components=components, same_rows=same_rows)
+        marks.update(seeds=zip([*returned, LOSS], seeds, strict=False))
 
     likes = [*x.values(), *inputs.values(), *(y[number] for number in returned), *batch]
     graph = trace_graph(step, likes)
@@ -174,6 +180,10 @@ def trace_stage(
     def names(tensors: Mapping[int, tf.Tensor]) -> dict[int, str]:
         return {number: tensor.name for number, tensor in tensors.items()}
 
+    sources = {seed.op: frozenset([number]) for number, seed in marks["seeds"]}
+    for operation in graph.get_operations():  # In topological order, except for what loops keep.
+        found = [sources[t.op] for t in operation.inputs if t.op in sources]
+        sources.setdefault(operation, frozenset().union(*found))
     arrived = names(marks["arrived"])
     return StageProgram(
         forward=parts[0],
@@ -188,6 +198,7 @@ def trace_stage(
         gradients=tuple(tuple(t.name for t in some) for some in marks["components"]),
         same_rows=marks["same_rows"],
         divisors=_divisors(graph, forward, marks),
+        sources={tensor.name: sources[tensor.op] for tensor in [*dx.values(), *flat]},
     )
 
 

@@ -9,7 +9,7 @@ collective runs twice: gradients are equal to those without recomputation up to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -88,8 +88,7 @@ def recompute(
 
 
 def _recompute_cores(target: keras.layers.Layer) -> None:
-    cores = [(layer, name) for layer in all_layers(target) for name in _CORES]
-    found = [(layer, name) for layer, name in cores if hasattr(layer, name)]
+    found = [(part, name) for part in all_layers(target) for name in _CORES if hasattr(part, name)]
     if not found:
         raise ValueError(
             "policy='selective' requires attention layers with a known core. Received: "
@@ -141,12 +140,11 @@ def _begin(anchor: tf.Variable, args, kwargs) -> tuple:
     """The arguments at the beginning of a region, and the region."""
     flat = tf.nest.flatten((args, kwargs))
     places = [i for i, x in enumerate(flat) if tf.is_tensor(x) and x.dtype.is_floating]
-    made: list[Callable] = []
 
     @custom_gradient
     def enter(anchor, *tensors):
         def gradient(*upstream):
-            made[0]()
+            repeat()
             return (tf.zeros_like(anchor), *upstream[1:])
 
         return (tf.identity(anchor), *[tf.identity(tensor) for tensor in tensors]), gradient
@@ -164,7 +162,6 @@ def _begin(anchor: tf.Variable, args, kwargs) -> tuple:
             begin = {tensor.name: tf.identity(tensor) for tensor in entered}
         region.repeat(region.operations(), begin)
 
-    made.append(repeat)
     args, kwargs = tf.nest.pack_sequence_as((args, kwargs), flat)
     return args, kwargs, region
 
