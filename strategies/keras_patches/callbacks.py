@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
-from tfdist.sharding.states import average_accumulated
 from tfdist.step.context import role_of
 from tfdist.step.hooks import FitHook
 from tfdist.strategies.keras_patches.saving import restoring
@@ -113,7 +112,6 @@ class _AgreeFirst(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         synchronize_layer_states(self.model)
-        average_accumulated(self.model)
 
 
 class _AgreeLast(keras.callbacks.Callback):

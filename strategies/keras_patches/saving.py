@@ -18,7 +18,6 @@ from tfdist.backend.keras.patching import Patches
 from tfdist.backend.keras.private import file_utils, saving_lib
 from tfdist.collectives.objects import all_gather_object
 from tfdist.runtime.uncaught import mark_as_anothers
-from tfdist.sharding.states import average_accumulated
 from tfdist.step.context import strategy_of
 from tfdist.step.local_steps import global_parameters
 from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
@@ -75,7 +74,6 @@ def write_some_once(original, self, split: Sequence, *args, **kwargs):
         if strategy.group().size == 1:
             return original(self, *args, **kwargs)
         synchronize_layer_states(self)
-        average_accumulated(self)
         wholes = whole_values(split, keep=strategy.is_chief)
 
         def write():

@@ -15,7 +15,7 @@ from tfdist.collectives.shared import is_shared
 from tfdist.gradients.buckets import buckets
 from tfdist.sharding.layout import replicated_variables
 from tfdist.sharding.parts import deep_copy, flattened, unflattened
-from tfdist.sharding.states import average_states, layer_states
+from tfdist.sharding.states import average_accumulated, average_states, layer_states
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.local_steps import local_optimizer
 
@@ -46,13 +46,14 @@ def broadcast_variables(model: keras.Model) -> None:
 
 
 def synchronize_layer_states(model: keras.Model) -> None:
-    """Averages the states of layers over ranks with different batches.
+    """Averages the states of layers, and gradients of a part of an update, over ranks with different batches.
 
     The moving averages of a BatchNormalization that is not `synchronized` depend on the rows of its rank. They
     are linear in the statistics of the batches, so averaging them when they are read gives the same result as
     averaging after every step.
     """
     average_states(layer_states(model), model.distribute_strategy.gradient_group)
+    average_accumulated(model)
 
 
 def keep_metrics_without_samples(step: KerasStep) -> Callable:

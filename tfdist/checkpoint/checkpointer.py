@@ -21,7 +21,6 @@ from tfdist.checkpoint.directory import folders, lost
 from tfdist.checkpoint.directory_lock import DirectoryLock
 from tfdist.checkpoint.errors import report_in_one_line
 from tfdist.checkpoint.fit_state import FitState, check_state
-from tfdist.checkpoint.restoring import restore_checked
 from tfdist.checkpoint.retention import Retention
 from tfdist.checkpoint.saving import Save, Saver, lock_on, run_on_chief
 from tfdist.checkpoint.space import report, space_report
@@ -204,6 +203,9 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
 
     def _restore(self) -> None:
         begun = time.monotonic()
+        # Imported only where there is a checkpoint.
+        from tfdist.checkpoint.restoring import restore_checked
+
         manifest = restore_checked(self.directory, self.model, check_state, self._kept)
         self._resumed, self._step = manifest.state, manifest.step
         self._resumed_batch = self._state.resume(manifest.state)

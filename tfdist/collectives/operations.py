@@ -50,11 +50,11 @@ def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None
     check_reduction(reduction, tensor.dtype)
     if group.size == 1:
         return tf.identity(tensor)
-    return note_shared(_reduced(tensor, group, reduction, name), is_sum=reduction == "sum")
+    return note_shared(_reducer(group, reduction, name)(tensor), is_sum=reduction == "sum")
 
 
-def _reduced(tensor, group: Group, reduction: str, name: str | None):
-    """`all_reduce` that is not recorded as the same on all ranks: also in gradients, for theirs."""
+def _reducer(group: Group, reduction: str, name: str | None):
+    """An `all_reduce` whose results are not recorded as the same on all ranks: also for gradients, and theirs."""
 
     @custom_gradient
     def reduce(x):
@@ -62,15 +62,15 @@ def _reduced(tensor, group: Group, reduction: str, name: str | None):
 
         def gradient(dy):
             if reduction in ("sum", "mean"):
-                return _reduced(dy, group, reduction, backward_name(name))
+                return _reducer(group, reduction, backward_name(name))(dy)
             # Split evenly among all elements that attain the extremum, as tf.reduce_max does.
             attains = tf.cast(tf.equal(x, y), dy.dtype)
-            sums = _reduced(tf.stack([dy, attains]), group, "sum", backward_name(name))
+            sums = _reducer(group, "sum", backward_name(name))(tf.stack([dy, attains]))
             return attains * sums[0] / sums[1]
 
         return y, gradient
 
-    return reduce(tensor)
+    return reduce
 
 
 def all_gather(
@@ -110,7 +110,7 @@ def all_gather(
 
         def gradient(dy):
             if uneven:
-                total = _reduced(_swapped(dy, axis), group, "sum", backward_name(name))
+                total = _reducer(group, "sum", backward_name(name))(_swapped(dy, axis))
                 mine = _swapped(total[start : start + own[0]], axis)
             else:
                 mine = reduce_scatter(dy, group, axis=axis, name=backward_name(name))

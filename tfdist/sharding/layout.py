@@ -99,11 +99,6 @@ class VariableLayout:
         split = () if self.slice is None else self.slice.group.axes
         return tuple(axis for axis in mesh.gradient_axes if axis not in split)
 
-    def summed_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes over which parts of the gradient are summed, also those of `partial_over`."""
-        more = () if self.partial_over is None else self.partial_over.axes
-        return (*self.gradient_axes(mesh), *more)
-
     def has_global_gradient(self, mesh: Mesh) -> bool:
         """Whether a rank's gradient is of the global loss, and not of its loss: see `tfdist.step.keras_step`.
 

@@ -16,7 +16,6 @@ from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import flattened, unflattened
 from tfdist.step.context import strategy_of
 from tfdist.step.local_steps import held_optimizers, local_optimizer, optimizers_in
-from tfdist.utils.places import places_by
 
 
 def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras.Variable]:
@@ -69,10 +68,12 @@ def average_accumulated(model: Any) -> None:
     for optimizer in (x for held in held_optimizers(model).values() for x in optimizers_in(held)):
         steps = getattr(optimizer, "gradient_accumulation_steps", None)
         if steps and optimizer.built and int(micro_steps(optimizer).numpy()) % steps:
-            some = list(accumulators(optimizer))
-            axes = [layout_of(each).summed_axes(strategy.mesh) for each in some]
-            for over, places in places_by(axes).items():
-                average_states([some[place] for place in places], strategy.group(*over))
+            # Separately: together they may take as much memory as the model.
+            for each in accumulators(optimizer):
+                layout = layout_of(each)
+                more = () if layout.partial_over is None else layout.partial_over.axes
+                axes = (*layout.gradient_axes(strategy.mesh), *more)
+                average_states([each], strategy.group(*axes))
 
 
 def _is_same_on_all_ranks(layer: keras.Layer) -> bool:
