@@ -57,7 +57,7 @@ def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
         if again.num_calls < reads.num_calls:
             raise ValueError(
                 "A training step that reads gradients is traced twice, so the function that computes them must "
-                f"not be a tf.function: remove it. Received: a step of `{type(replica.step.model).__name__}` that "
+                f"not be a tf.function: remove it. Received: a step of `{type(reads.step.model).__name__}` that "
                 "calls one."
             )
     return traced()
