@@ -12,17 +12,17 @@ from tfdist.sharding import whole_value
 X = np.random.default_rng(3).normal(size=(33, 6)).astype("float32")
 
 
-def scope():
+def scope(data: int = 1):
     import tfdist
     from tfdist.testing import strategy
 
-    return strategy(tfdist.Mesh(data=1, pipeline=2)).scope()
+    return strategy(tfdist.Mesh(data=data, pipeline=2)).scope()
 
 
-def pipeline(model, count: int = 2, *, cut="even", **options):
+def pipeline(model, count: int = 2, *, cut="even", data: int = 1, **options):
     import tfdist
 
-    with scope():
+    with scope(data):
         found = tfdist.pipeline.PipelineModel(model, num_microbatches=count, cut=cut)
         found.compile(**{"optimizer": "sgd", "loss": "mse", **options})
     return found
@@ -156,6 +156,42 @@ def positions(on_ranks: bool) -> float:
     ids = np.random.default_rng(1).integers(0, 9, (32, 6))
     history = model.fit(ids, X[:32, :3], batch_size=16, epochs=2, verbose=0, shuffle=False).history
     return history["loss"]
+
+
+class Added(keras.layers.Layer):
+    """Adds a table of positions, whose rows do not depend on the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(5, 6)
+
+    def build(self, shape):
+        self.table.build(None)
+        self.built = True
+
+    def call(self, x):
+        return x + self.table(keras.ops.arange(5))
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def shared_positions(on_ranks: bool) -> list:
+    """The weights after a table of positions was added in two stages."""
+    keras.utils.set_random_seed(1)
+    added, inputs = Added(), keras.Input((5, 6))
+    x = added(inputs)
+    for _ in range(3):
+        x = keras.layers.Dense(6, activation="tanh")(x)
+    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(added(x))))
+    options = {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"}
+    if on_ranks:
+        model = pipeline(model, data=2, **options)
+    else:
+        model.compile(**options)
+    x = np.random.default_rng(1).normal(size=(32, 5, 6))
+    model.fit(x, X[:32, :3], batch_size=16, epochs=2, verbose=0, shuffle=False)
+    return _weights(model, on_ranks)
 
 
 def _weights(model, on_ranks: bool) -> list:

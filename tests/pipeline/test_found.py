@@ -56,6 +56,15 @@ def test_as_one_process(pool, one_process, kind):
             np.testing.assert_allclose(value, correct, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@on_ranks(("horovod", 4))
+def test_positions_of_two_stages_and_data_ranks(pool, one_process):
+    right = one_process.run(found_programs.shared_positions, False)[0]
+    for found in pool.run(found_programs.shared_positions, True):
+        for value, correct in zip(found, right, strict=True):
+            np.testing.assert_allclose(value, correct, rtol=1e-5, atol=1e-6)
+
+
 @on_ranks(("horovod", 2))
 def test_a_weight_without_a_gradient_beside_a_guard(pool):
     assert np.isfinite(pool.run(found_programs.with_an_unused_weight)).all()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.backend.clock.stamps import time_after
-from tfdist.backend.graph.dependence import mark_independent
 from tfdist.collectives import Group
 from tfdist.collectives.run import receive_tensor, send_tensor
 from tfdist.pipeline.schedules import Action, Schedule
@@ -126,13 +125,7 @@ def run_schedule(
         if leaving and not route.is_here(to):
             sent = {number: tensors[name] for number, name in leaving.items()}
             route.send(sent, to, _name(action))
-    gradients = {
-        stage: [
-            _gradient(total, same_rows)
-            for total, same_rows in zip(found, programs[stage].same_rows, strict=True)
-        ]
-        for stage, found in totals.items()
-    }
+    gradients = {stage: [*map(_gradient, found)] for stage, found in totals.items()}
     return gradients, tf.stack(times) if timed else None
 
 
@@ -208,11 +201,9 @@ def _added(total: list[tf.Tensor], more: list[tf.Tensor], same_rows: bool) -> li
     return [rows, indices, *total[2:]]
 
 
-def _gradient(total: list[tf.Tensor], same_rows: bool):
+def _gradient(total: list[tf.Tensor]):
     """The gradient in the form that optimizers accept."""
     if len(total) > 1:
-        if same_rows and tf.is_symbolic_tensor(total[1]):
-            mark_independent(total[1])
         return tf.IndexedSlices(total[0], total[1], *total[2:])
     return total[0] if total else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -14,6 +13,9 @@ from tfdist.pipeline.partition import Partition
 from tfdist.sharding.layout import Stage, update_layout
 from tfdist.sharding.parts import SlicedInitializer
 from tfdist.sharding.states import layer_states
+
+#: By variable's id and stage the number of a gradient's components, and whether its indices depend on no batch.
+Forms = dict[int, dict[int, tuple[int, bool]]]
 
 
 class StagePlacement:
@@ -61,12 +63,12 @@ class StagePlacement:
         """The variables that this rank holds."""
         return [v for key, v in self._variables.items() if self.group.rank in self.ranks[key]]
 
-    def sum_tied(self, gradients: dict[int, Any], forms: Mapping[int, Mapping[int, int]]) -> None:
+    def sum_tied(self, gradients: dict[int, Any], forms: Forms) -> None:
         """Sums the gradients of variables that several ranks hold, in place.
 
         Args:
             gradients: The gradients of this rank's variables, by the variables' ids.
-            forms: The number of components of each gradient of all ranks, by the variable's id and stage.
+            forms: The form of each gradient of all ranks.
         """
         for key, ranks in self.ranks.items():
             variable, group = self._variables[key], self.group
@@ -77,7 +79,7 @@ class StagePlacement:
                 (other,) = (group.ranks[rank] for rank in ranks if rank != group.rank)
                 group = group.engine.pair(other)
             shape, name = variable.shape, f"tied/{variable.name}"
-            if min(forms[key].values()) > 1:
+            if min(forms[key].values())[0] > 1:
                 # As in one process, optimizers get a row for each lookup, also for ids in several stages.
                 none = tf.IndexedSlices(tf.zeros([0, *shape[1:]], variable.dtype), tf.zeros([0]))
                 rows = gradients.get(key, none)

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backend.graph.dependence import mark_independent
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.keras.attributes import count_batch
 from tfdist.collectives import Group, all_reduce
@@ -18,7 +19,7 @@ from tfdist.gradients.non_finite import guard_of
 from tfdist.gradients.sparse import joined_rows
 from tfdist.pipeline.executor import Route, run_forward, run_schedule
 from tfdist.pipeline.partition import Partition
-from tfdist.pipeline.placement import StagePlacement
+from tfdist.pipeline.placement import Forms, StagePlacement
 from tfdist.pipeline.schedules import Schedule
 from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import LOSS, StageProgram, trace_stage
@@ -116,27 +117,28 @@ class PipelineRuntime:
         else:
             yield lambda gradients: gradients
 
-    def _forms(self, programs: Mapping[int, StageProgram]) -> dict[int, dict[int, int]]:
-        """The number of components of each gradient of all ranks, by the variable's id and stage.
+    def _forms(self, programs: Mapping[int, StageProgram]) -> Forms:
+        """The form of each gradient of all ranks.
 
         Gradients that no loss leads to are left out. One process does not have them either.
         """
-        own = {stage: (p.dx, p.gradients, p.sources) for stage, p in programs.items()}
+        own = {s: (p.dx, p.gradients, p.same_rows, p.sources) for s, p in programs.items()}
         with tf.init_scope():
             found = all_gather_object(own, self.group, name="pipeline/gradients")
         every = [(stage, about) for some in found for stage, about in some.items()]
-        forms: dict[int, dict[int, int]] = {}
+        forms: Forms = {}
         live: set[int] = set()
-        for stage, (dx, gradients, sources) in sorted(every, reverse=True):
+        for stage, (dx, gradients, same_rows, sources) in sorted(every, reverse=True):
             live.add(LOSS)
-            for variable, names in zip(self._trained(stage), gradients, strict=True):
+            for variable, *form in zip(self._trained(stage), gradients, same_rows, strict=True):
+                names, same = form
                 if names and live & sources[names[0]]:
-                    forms.setdefault(id(variable), {})[stage] = len(names)
+                    forms.setdefault(id(variable), {})[stage] = len(names), same
             live = {number for number, name in dx.items() if live & sources[name]}
         self.partition.check_trained(forms)
         return forms
 
-    def _gradients(self, sums: dict[int, list], forms: dict) -> dict[int, Any]:
+    def _gradients(self, sums: dict[int, list], forms: Forms) -> dict[int, Any]:
         """The gradient of each of this rank's variables that has one, by the variables' ids."""
         parts: dict[int, list] = {}
         for stage, gradients in sums.items():
@@ -144,10 +146,16 @@ class PipelineRuntime:
                 if stage in forms.get(id(variable), ()):
                     parts.setdefault(id(variable), []).append(gradient)
         found = {
-            key: joined_rows(some) if min(forms[key].values()) > 1 else tf.add_n(some)
+            key: joined_rows(some) if min(forms[key].values())[0] > 1 else tf.add_n(some)
             for key, some in parts.items()
         }
         self.placement.sum_tied(found, forms)
+        for key, each in found.items():
+            same_rows = isinstance(each, tf.IndexedSlices) and min(
+                same for _, same in forms[key].values()
+            )
+            if same_rows and tf.is_symbolic_tensor(each.indices):
+                mark_independent(each.indices)
         return found
 
     def _divisors(self, last: StageProgram, inputs: Mapping, parts: Sequence) -> tf.Tensor:
