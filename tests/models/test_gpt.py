@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_one_clear_error(pool):
     assert "hidden_dim=33" in said["hidden_dim"]
     assert "15" in said["sequence"]
     assert "Orthogonal" in said["regularizer"]
-    assert "lora_rank=2" in said["lora"]
+    assert "`lora_rank` of `row_parallel_dense" in said["lora"]
     assert "MaxNorm" in said["constraint"]
     assert "Lamb" in said["lamb"] and "AdamW" in said["lamb"]
     assert "Adafactor" in said["adafactor"]
