@@ -155,6 +155,32 @@ def float8_scales(**options) -> tuple[list[float], list[float]]:
     return history["loss"], [float(np.ravel(scale)[0]) for scale in scales]
 
 
+class Late(keras.callbacks.Callback):
+    """Creates variables of an optimizer in the second epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            with self.model.distribute_strategy.scope():
+                self.model.late.build(self.model.trainable_variables)
+
+
+def created_later(folder: str) -> list[str]:
+    """The names in the last of several checkpoints."""
+    from tfdist.callbacks import Checkpointer
+    from tfdist.checkpoint.directory import complete_checkpoints
+    from tfdist.checkpoint.manifest import Manifest
+    from tfdist.checkpoint.storage import Storage
+
+    with on(True):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.late = keras.optimizers.Adam(0.1)
+        model.compile("sgd", "mse")
+    callbacks = [Checkpointer(folder, every_steps=2), Late()]
+    model.fit(X, X[:, :3], batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    manifest = Manifest.read(Storage(f"{folder}/{complete_checkpoints(folder)[0]}"))
+    return [] if manifest is None else list(manifest.arrays)
+
+
 class Traced(keras.Sequential):
     """A step that is a function of TensorFlow already."""
 

@@ -65,3 +65,9 @@ def test_scales_of_float8_are_those_of_all_rows(pool, one_process):
         assert scales[0] == right[1][0], "the scale of the model's inputs"
     with pytest.raises(ValueError, match="Use `zero_stage=2`"):
         pool.run(found_programs.float8_scales, zero_stage=3)
+
+
+@on_ranks(("horovod", 2))
+def test_variables_that_are_created_later_are_saved(pool, tmp_path):
+    for names in pool.run(found_programs.created_later, str(tmp_path)):
+        assert "optimizer/late/momentum/dense.0/kernel" in names

@@ -171,6 +171,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._kept = kept_states_of(self.model, fit_hooks(self.model, self._callbacks))
         self._state = FitState(self.model, self._position, self._callbacks, self._kept)
         self._saver: Saver | None = None
+        self._known: list[int] = []
         self._step = self._epoch_step = self._first_batch = self._ended = 0
         self._resumed: dict[str, Any] | None = None
         report_in_one_line()
@@ -328,8 +329,9 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
     def _save(self, epoch: int, batch: int) -> None:
         begun = time.monotonic()
         self._finish()
-        if self._saver is None:
-            self._saver = Saver(self.directory, self.model, self._kept)
+        known = [id(variable) for variable in variables_of(self.model)]
+        if self._saver is None or known != self._known:  # A step may create some later.
+            self._saver, self._known = Saver(self.directory, self.model, self._kept), known
         state = self._state.collect(epoch, batch)
         self._under_way = self._saver.begin(self._step, state, self._completed)
         if not self._asynchronous:
