@@ -309,3 +309,22 @@ def two_optimizers(ranks: bool, folder: str, **options) -> list[float]:
         model.other.variables[-1].assign(model.other.variables[-1] + 1.0)
     model.fit(X[:40], X[:40, 3:], batch_size=8, shuffle=False, verbose=0)
     return [float(each) for value in model.get_weights() for each in np.ravel(value)]
+
+
+def runs_of_two_meshes() -> list[int]:
+    """The numbers of calls of `fit` by strategies of one process, some of which fail in a step."""
+    import tfdist
+    from tfdist.testing import strategy
+
+    found = []
+    for mesh in (tfdist.Mesh(), tfdist.Mesh(), tfdist.Mesh(data=1, tensor=2)):
+        keras.backend.clear_session()
+        with strategy(mesh).scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+            model.compile("sgd", "sparse_categorical_crossentropy")
+        try:
+            model.fit(X[:8], np.full(8, len(found) * 9), batch_size=8, verbose=0)
+        except tf.errors.InvalidArgumentError:
+            found.append(-1)
+        found.append(model.distribute_strategy.engine.run)
+    return found

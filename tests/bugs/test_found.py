@@ -71,3 +71,11 @@ def test_scales_of_float8_are_those_of_all_rows(pool, one_process):
 def test_variables_that_are_created_later_are_saved(pool, tmp_path):
     for names in pool.run(found_programs.created_later, str(tmp_path)):
         assert "optimizer/late/momentum/dense.0/kernel" in names
+
+
+@on_ranks(("horovod", 2))
+def test_calls_of_fit_are_counted_for_all_meshes(pool):
+    """A message of a failed step was taken for one of another mesh's step with the same number."""
+    for numbers in pool.run(found_programs.runs_of_two_meshes):
+        runs = [number for number in numbers if number > 0]
+        assert runs == list(range(runs[0], runs[0] + 3)) and numbers.count(-1) == 2

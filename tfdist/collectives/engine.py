@@ -39,12 +39,13 @@ class Engine(abc.ABC):
     move_as: Mapping[tf.DType, tf.DType] = {}
     #: Whether `send` is executed in a graph even if its result is not used.
     sends_unused: bool = False
+    #: The number of the current call of `fit`, `evaluate` or `predict`; the same on all ranks. That of all engines of
+    #: the process, which share connections: a message of a failed step of one is never taken for another's.
+    run: int = 0
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.recorder = FlightRecorder()
-        #: The number of the current call of `fit`, `evaluate` or `predict`; the same on all ranks.
-        self.run = 0
         self._groups: dict[tuple, Group] = {}
         #: A cache, since each call of a layer and each variable requests a group.
         self._by_axes: dict[tuple[str, ...], Group] = {}
@@ -188,7 +189,7 @@ class Engine(abc.ABC):
         Args:
             run: The number of the run, larger than all previous ones.
         """
-        self.run = run
+        Engine.run = run
 
     def uses_host(self, operation: str, dtype: tf.DType) -> bool:
         """Whether an operation has its tensors in the memory of the host on a rank with a GPU.
