@@ -316,7 +316,7 @@ def runs_of_two_meshes() -> list[int]:
     import tfdist
     from tfdist.testing import strategy
 
-    found = []
+    found: list[int] = []
     for mesh in (tfdist.Mesh(), tfdist.Mesh(), tfdist.Mesh(data=1, tensor=2)):
         keras.backend.clear_session()
         with strategy(mesh).scope():
