@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.backend.keras.private import all_layers
 from tfdist.sharding.layout import parameter_bytes
 from tfdist.step.context import role_of, strategy_of
-from tfdist.step.local_steps import held_optimizers, optimizers_in
+from tfdist.step.local_steps import all_optimizers
 
 
 def strategy_of_ranks(model) -> Any:
@@ -38,9 +38,7 @@ def adopt_optimizers(model, strategy) -> None:
 
     An optimizer stores the strategy in whose scope it was created. The scope makes no other difference here.
     """
-    for optimizer in [
-        one for held in held_optimizers(model).values() for one in optimizers_in(held)
-    ]:
+    for optimizer in all_optimizers(model):
         if isinstance(optimizer, keras.optimizers.Optimizer):
             optimizer._distribution_strategy = strategy
 

@@ -15,7 +15,7 @@ from tfdist.collectives import Group, all_reduce
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import flattened, unflattened
 from tfdist.step.context import strategy_of
-from tfdist.step.local_steps import held_optimizers, local_optimizer, optimizers_in
+from tfdist.step.local_steps import all_optimizers, local_optimizer
 
 
 def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras.Variable]:
@@ -65,7 +65,7 @@ def average_accumulated(model: Any) -> None:
     strategy = strategy_of(model)
     if strategy is None or strategy.zero_stage >= 2 or local_optimizer(model) is not None:
         return  # Ranks accumulate reduced gradients, or their own.
-    for optimizer in (x for held in held_optimizers(model).values() for x in optimizers_in(held)):
+    for optimizer in all_optimizers(model):
         steps = getattr(optimizer, "gradient_accumulation_steps", None)
         if steps and optimizer.built and int(micro_steps(optimizer).numpy()) % steps:
             # Separately: together they may take as much memory as the model.

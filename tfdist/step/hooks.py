@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdist.step.local_steps import held_optimizers, optimizers_in
+from tfdist.step.local_steps import all_optimizers
 
 if TYPE_CHECKING:
     from tfdist.gradients.stage import GradientStage
@@ -102,7 +102,7 @@ _traced: weakref.WeakKeyDictionary[Any, list] = weakref.WeakKeyDictionary()
 def fit_hooks(model: keras.Model, callbacks: Sequence = ()) -> list[FitHook]:
     """The hooks of a model: those of its strategy, of its optimizers and among callbacks, each once."""
     strategy = getattr(model, "distribute_strategy", None)
-    optimizers = [one for each in held_optimizers(model).values() for one in optimizers_in(each)]
+    optimizers = all_optimizers(model)
     found = [*getattr(strategy, "fit_hooks", ()), *optimizers, *callbacks]
     return list({id(each): each for each in found if isinstance(each, FitHook)}.values())
 

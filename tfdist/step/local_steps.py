@@ -129,6 +129,11 @@ def held_optimizers(model: Any) -> dict[str, Any]:
     return dict(found.values())
 
 
+def all_optimizers(model: Any) -> list:
+    """The optimizers that are attributes of a model, and those that they wrap."""
+    return [one for held in held_optimizers(model).values() for one in optimizers_in(held)]
+
+
 def group_in_step(group: Group, ranks: frozenset[int] | None) -> Group:
     """The subgroup of a group with the ranks that step together.
 
