@@ -189,11 +189,13 @@ def trained() -> dict[type, object]:
     middle = grouped(attention(inputs, inputs), inputs)
     einsum, dense = keras.layers.EinsumDense("abc,cd->abd", (4, 3)), keras.layers.Dense(2)
     model = keras.Model(tokens, dense(einsum(middle)))
-    model.compile("rmsprop", "mse", metrics=["mae"])
+    rmsprop = keras.optimizers.RMSprop(gradient_accumulation_steps=2)
+    model.compile(rmsprop, "mse", metrics=["mae"])
     model.optimizer.build(model.trainable_variables)
     adam = keras.optimizers.Adam()
     adam.build(model.trainable_variables)
     saving = keras.callbacks.ModelCheckpoint("x.keras")
+    averaging = keras.callbacks.SwapEMAWeights()
     data = tf.data.Dataset.range(3)
     epochs = private.TFEpochIterator(model.distribute_strategy, x=data)
     layers = (embedding, attention, grouped, einsum, dense)
@@ -208,6 +210,7 @@ def trained() -> dict[type, object]:
         keras.optimizers.RMSprop: model.optimizer,
         keras.optimizers.Adam: adam,
         keras.callbacks.ModelCheckpoint: saving,
+        keras.callbacks.SwapEMAWeights: averaging,
         private.EpochIterator: epochs,
         private.TFEpochIterator: epochs,
         private.LossFunctionWrapper: keras.losses.MeanSquaredError(),
