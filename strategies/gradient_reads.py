@@ -56,9 +56,9 @@ def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
         traced = _traced(again, call)
         if again.num_calls < reads.num_calls:
             raise ValueError(
-                "A training step that reads gradients is traced twice, so the function that computes them must "
-                f"not be a tf.function: remove it. Received: a step of `{type(reads.step.model).__name__}` that "
-                "calls one."
+                "Gradients that a training step reads, or gets from a tf.function, require two traces of the "
+                "function that computes them, so it must not be a tf.function: remove it. Received: a step of "
+                f"`{type(reads.step.model).__name__}` that calls one."
             )
     return traced()
 

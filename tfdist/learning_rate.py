@@ -95,8 +95,7 @@ class ScaledWarmup(schedules.LearningRateSchedule):
     ):
         if not isinstance(learning_rate, schedules.LearningRateSchedule):
             also = "a LearningRateSchedule"
-            learning_rate = checks.number("learning_rate", learning_rate, above=0, also=also)
-            learning_rate = float(learning_rate)
+            learning_rate = float(checks.number("learning_rate", learning_rate, above=0, also=also))
         checks.text("name", name, optional=True)
         self._scale = _scale(replicas, rule)
         self.learning_rate = learning_rate

@@ -210,7 +210,7 @@ def _try_links(name: str, there: _Far, job: Job | None) -> list[Finding]:
     """Connect in both directions, and measure the link."""
     found = []
     # Of an alias only ssh knows the address.
-    address = there.hello["address"] or min(addresses_of(name.rpartition("@")[2]), key=len)
+    address = there.hello.get("address") or min(addresses_of(name.rpartition("@")[2]), key=len)
     token = secrets.token_hex(16)
     try:
         port = there.ask("listen", token)["port"]

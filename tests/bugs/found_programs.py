@@ -237,6 +237,7 @@ def counts_on_batches(ranks: bool) -> list[float]:
 
 def accumulated_before(ranks: bool, folder: str, save: str, **options) -> list[float]:
     """Five micro-steps of updates of two, then what follows in another call or another model."""
+    from tfdist.addons.monitoring.model_sync import verify_model_sync
     from tfdist.checkpoint import restore
     from tfdist.checkpoint import save as save_checkpoint
 
@@ -244,18 +245,23 @@ def accumulated_before(ranks: bool, folder: str, save: str, **options) -> list[f
         with on(ranks, **options):
             model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
             optimizer = keras.optimizers.Adam(0.1, gradient_accumulation_steps=2)
+            if save == "several":
+                optimizer = keras.optimizers.MultiOptimizer(
+                    keras.optimizers.OptimizerMap(optimizer)
+                )
             model.compile(optimizer, "mse")
             optimizer.build(model.trainable_variables)
         return model
 
     model = made()
     model.fit(X[:40], X[:40, :3], batch_size=8, shuffle=False, verbose=0)
+    verify_model_sync(model)
     if save == "file":
         os.makedirs(folder, exist_ok=True)
         model.save(f"{folder}/model.keras")
         with on(ranks, **options):
             model = keras.models.load_model(f"{folder}/model.keras")
-    elif save == "checkpoint":
+    elif save != "none":
         save_checkpoint(folder, model, step=5)
         model = made()
         restore(folder, model)
@@ -309,6 +315,102 @@ def two_optimizers(ranks: bool, folder: str, **options) -> list[float]:
         model.other.variables[-1].assign(model.other.variables[-1] + 1.0)
     model.fit(X[:40], X[:40, 3:], batch_size=8, shuffle=False, verbose=0)
     return [float(each) for value in model.get_weights() for each in np.ravel(value)]
+
+
+class Uncalled(Pair):
+    """Two networks without a `call`, so that it is never built."""
+
+    build = keras.Model.build
+    call = keras.Model.call
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = other
+        self.first.build((None, 6))
+        self.second.build((None, 5))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(self.second(self.first(x)) - y))
+        for layer, optimizer in ((self.first, self.other), (self.second, self.optimizer)):
+            variables = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def never_built(folder: str, kind: str) -> tuple[bool, list, list]:
+    """Whether it is built; the state of the other optimizer when it was saved, and after a restore."""
+    from tfdist.checkpoint import restore, save
+
+    def made():
+        with on(True):
+            other = keras.optimizers.get(kind)
+            if kind == "sgd":
+                other = keras.optimizers.LossScaleOptimizer(other, initial_scale=2.0**12)
+            model = Uncalled(other)
+            model.compile(keras.optimizers.Adam(0.1))
+        return model
+
+    model = made()
+    model.fit(X[:40], X[:40, :3], batch_size=8, verbose=0)
+    save(folder, model, step=5)
+    other = made()
+    restore(folder, other)
+    first, second = ([v.numpy().tolist() for v in m.other.variables] for m in (model, other))
+    other.fit(X[:8], X[:8, :3], verbose=0)
+    return model.built, first, second
+
+
+def new_optimizer(folder: str) -> list[str]:
+    """A checkpoint without the optimizers that a model holds beside its own is restored."""
+    from tfdist.checkpoint import restore, save
+
+    def made():
+        with on(True):
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+            model.compile("adam", "mse")
+        return model
+
+    model = made()
+    save(folder, model, step=5)
+    model = made()
+    model.late = keras.optimizers.Adam(0.1)
+    return list(restore(folder, model).arrays)
+
+
+def scales_of_adam(folder: str) -> list[float]:
+    """The losses after a restore of a model with variables for which optimizers have no slots."""
+    from tfdist.checkpoint import restore, save
+
+    def made():
+        with on(True):
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+            model.quantize("float8")
+            model.compile("adam", "mse")
+        return model
+
+    model = made()
+    model.fit(X, X[:, :3], batch_size=8, shuffle=False, verbose=0)
+    save(folder, model, step=5)
+    restored = made()
+    restore(folder, restored)
+    data = {"x": X, "y": X[:, :3], "batch_size": 8, "shuffle": False, "verbose": 0}
+    return [each.fit(**data).history["loss"][0] for each in (model, restored)]
+
+
+def scaled_attribute(folder: str) -> list[str]:
+    """The names of a checkpoint of a model with an attribute that is inside of its optimizer."""
+    from tfdist.checkpoint import save
+    from tfdist.checkpoint.manifest import Manifest
+    from tfdist.checkpoint.storage import Storage
+
+    with on(True):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+        model.own = keras.optimizers.Adam()
+        model.compile(keras.optimizers.LossScaleOptimizer(model.own), "mse")
+    manifest = Manifest.read(Storage(save(folder, model, step=5)))
+    return [] if manifest is None else list(manifest.arrays)
 
 
 def runs_of_two_meshes() -> list[int]:

@@ -32,11 +32,11 @@ def test_a_step_that_is_a_function_is_refused(pool, kind):
         assert "must not be a tf.function: remove it. Received: " in said
 
 
-SAVES = [(save, stage) for save in ("none", "checkpoint", "file") for stage in (0, 1, 2)]
+SAVES = [(s, stage) for s in ("none", "checkpoint", "file", "several") for stage in (0, 1, 2)]
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
-@pytest.mark.parametrize(("save", "stage"), slow_but([("none", 0), ("checkpoint", 1)], SAVES))
+@pytest.mark.parametrize(("save", "stage"), slow_but([("none", 0), ("several", 1)], SAVES))
 def test_gradients_of_a_part_of_an_update_are_kept(pool, one_process, tmp_path, save, stage):
     program = found_programs.accumulated_before
     right = one_process.run(program, False, str(tmp_path / "one"), save)[0]
@@ -52,6 +52,31 @@ def test_all_optimizers_are_kept(pool, one_process, tmp_path, stage):
     options = {"zero_stage": stage} if stage else {}
     for found in pool.run(found_programs.two_optimizers, True, str(tmp_path / "ranks"), **options):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_a_model_that_is_never_built_is_restored(pool, tmp_path, kind):
+    for is_built, saved, restored in pool.run(found_programs.never_built, str(tmp_path), kind):
+        assert not is_built and saved == restored and len(saved) > 2
+
+
+@on_ranks(("horovod", 2))
+def test_a_checkpoint_without_the_other_optimizer_is_restored(pool, tmp_path):
+    for names in pool.run(found_programs.new_optimizer, str(tmp_path)):
+        assert not any("late" in name for name in names)
+
+
+@on_ranks(("horovod", 2))
+def test_an_optimizer_is_saved_once(pool, tmp_path):
+    for names in pool.run(found_programs.scaled_attribute, str(tmp_path)):
+        assert len([name for name in names if name.endswith("momentum/dense.0/kernel")]) == 1
+
+
+@on_ranks(("horovod", 2))
+def test_scales_of_float8_are_restored(pool, tmp_path):
+    for first, second in pool.run(found_programs.scales_of_adam, str(tmp_path)):
+        assert first == second
 
 
 @on_ranks(("horovod", 2))

@@ -239,6 +239,5 @@ def test_a_keras_that_has_moved_is_told(monkeypatch):
         pass
 
     monkeypatch.setattr(layer_names.Operation, "__init__", moved)
-    monkeypatch.setattr(layer_names, "_watches", False)
     with pytest.raises(ImportError, match=r"This version of tfdist requires .* of Keras"):
         layer_names.watch()

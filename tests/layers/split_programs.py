@@ -56,6 +56,28 @@ def shared_head(mesh: dict | None):
         return trained(model, ids(), ids(), layers.VocabParallelCrossEntropy(WORDS))
 
 
+def logits_in_a_pipeline(mesh: dict) -> list[int]:
+    """The sizes of the last dim of what a loss gets in steps of a pipeline whose head shares its table."""
+    import tfdist
+    from tfdist.step.context import current_step
+
+    seen = []
+
+    class Seeing(tfdist.layers.VocabParallelCrossEntropy):
+        def call(self, y_true, y_pred):
+            # Keras also calls a loss once by itself, outside of any step.
+            if current_step() is not None:
+                seen.append(y_pred.shape[-1])
+            return super().call(y_true, y_pred)
+
+    with scope(mesh):
+        model = tfdist.models.gpt(WORDS, num_layers=2, width=8, num_heads=2, max_length=TIME)
+        model = tfdist.pipeline.PipelineModel(model, num_microbatches=2, input_shape=(TIME,))
+        model.compile("sgd", Seeing(WORDS))
+    model.fit(ids(), ids(), batch_size=8, verbose=0)
+    return sorted(set(seen))
+
+
 def with_an_id(mesh: dict | None, where: str, value: int, chunk_size: int | None = None):
     """Losses and weights with one other id among the inputs or the labels, or the name of the error."""
     from tfdist import layers

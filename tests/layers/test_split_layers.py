@@ -34,6 +34,13 @@ def test_a_head_that_is_used_twice_joins_its_logits(pool, one_process):
         check(found, right)
 
 
+@on_ranks(("horovod", 2), slow=[("horovod", 4)])
+def test_logits_stay_split_in_a_pipeline(pool):
+    mesh = {"data": 1, "tensor": 2, "pipeline": pool.num_ranks // 2}
+    found = pool.run(programs.logits_in_a_pipeline, mesh, timeout=200)
+    assert {size for sizes in found for size in sizes} == {7}  # Of 13, padded to 14.
+
+
 @KINDS
 @pytest.mark.parametrize("value", slow_but([-1], [-1, -programs.WORDS]))
 def test_negative_ids_count_from_the_end_of_a_table(pool, one_process, value):

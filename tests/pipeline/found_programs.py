@@ -257,6 +257,30 @@ def shared_state() -> str:
     return _said(lambda: pipeline(keras.Model(inputs, x)).fit(X[:32], X[:32]))
 
 
+def in_float8() -> str:
+    model = chain()
+    model.quantize("float8")
+    return _said(lambda: pipeline(model))
+
+
+def constant_states(on_ranks: bool) -> list:
+    """The weights after two stages have used layers whose states stay as they are."""
+    keras.utils.set_random_seed(1)
+    inputs = x = keras.Input((6,))
+    fixed = keras.layers.Normalization()
+    fixed.adapt(X)
+    frozen = keras.layers.BatchNormalization(trainable=False)
+    for _ in range(2):
+        x = frozen(keras.layers.Dense(6)(fixed(x)))
+    model = keras.Model(inputs, x)
+    if on_ranks:
+        model = pipeline(model, cut=[3])
+    else:
+        model.compile("sgd", "mse")
+    model.fit(X[:32], X[:32], verbose=0, shuffle=False)
+    return _weights(model, on_ranks)
+
+
 def policy_of_the_model() -> str:
     layers = chain()
     model = keras.Model(layers.inputs, layers.outputs)

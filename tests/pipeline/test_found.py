@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import on_ranks, slow_but
 from tests.pipeline import found_programs
 
-KINDS = ["without_a_loss", "positions", "shared_table", "stopped"]
+KINDS = ["without_a_loss", "positions", "shared_table", "stopped", "constant_states"]
 
 
 @on_ranks(("horovod", 2))
@@ -38,6 +38,8 @@ def test_what_is_refused_on_all_ranks(pool):
         assert "none on rank 0 in first" in said
     for said in pool.run(found_programs.shared_state):
         assert "shared/moving_mean" in said
+    for said in pool.run(found_programs.in_float8):
+        assert "cannot train layers in float8" in said
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])

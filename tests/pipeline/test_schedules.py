@@ -8,12 +8,7 @@ import itertools
 import pytest
 
 from tfdist.pipeline.schedules import SCHEDULES, Action, make_schedule
-from tfdist.pipeline.simulation import (
-    UNIT_COSTS,
-    check_schedule,
-    messages,
-    simulate,
-)
+from tfdist.pipeline.simulation import UNIT_COSTS, check_schedule, needs, simulate
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 16, 24)]
 
@@ -51,7 +46,13 @@ def test_forward_comes_before_backward_and_sends_meet_receives(name):
                 if action.kind == Action.WEIGHT:
                     assert place[dataclasses.replace(action, kind=Action.BACKWARD)] < place[action]
                 assert schedule.rank_of(action.stage) == rank
-        sent = messages(schedule)
+        sent = [
+            (needed, action)
+            for rank, actions in enumerate(schedule.actions)
+            for action in actions
+            for needed in needs(action, schedule)
+            if schedule.rank_of(needed.stage) != rank
+        ]
         # Each micro-batch crosses each border between ranks once in each direction.
         borders = schedule.num_stages - 1 if schedule.num_ranks > 1 else 0
         assert len(sent) == len(set(sent)) == 2 * borders * schedule.num_microbatches

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.tensor_parallel.families import scope
 
-__all__ = ["REFUSED", "SIZES", "bytes_held", "refused"]
+__all__ = ["REFUSED", "SIZES", "bytes_held", "logits_in_half", "refused"]
 
 #: Of the model whose bytes are counted.
 SIZES = {
@@ -66,6 +66,20 @@ def bytes_held(mode: str, block_size: int | None, rank: int, options: dict | Non
     model.fit({"token_ids": ids, "padding_mask": ids}, ids, verbose=0)
     values = [stored_value(v) for v in (*model.weights, *model.optimizer.variables)]
     return sum(int(np.prod(value.shape)) * value.dtype.size for value in values)
+
+
+def logits_in_half(mode: str, dtype: str, options: dict | None) -> np.ndarray:
+    """The logits of a quantized model with LoRA that computes in 16 bits."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    with scope(options):
+        model = llama(dtype=dtype)
+        quantize(model, mode)
+        model.backbone.enable_lora(2)
+        if options:
+            parallelize(model)
+    ids = np.ones((2, 6), "int32")
+    return np.asarray(model({"token_ids": ids, "padding_mask": ids}), "float32")
 
 
 def _quantized(mode: str, *, block_size: int | None = None, after: bool = False, **changes):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.tensor_parallel import adapting
 
 pytest.importorskip("keras_hub")
@@ -60,6 +61,15 @@ def test_bytes_of_a_rank(pool, one_process, mode, block):
     for held in pool.run(adapting.bytes_held, mode, block, 4, TENSOR, timeout=240):
         assert held == pytest.approx(expected_bytes(mode, block, 4, tensor=2), rel=0.05)
         assert held < 0.65 * alone
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["bfloat16", "mixed_bfloat16"]))
+@pytest.mark.parametrize("mode", slow_but(["int8"], ["int8", "int4"]))
+def test_quantized_layers_of_models_in_16_bits(pool, one_process, mode, dtype):
+    (right,) = one_process.run(adapting.logits_in_half, mode, dtype, None)
+    for found in pool.run(adapting.logits_in_half, mode, dtype, TENSOR, timeout=240):
+        np.testing.assert_allclose(found, right, atol=0.02 * np.max(np.abs(right)))
 
 
 SOME = ["float8 after", "blocks that do not divide", "heads"]

@@ -42,7 +42,7 @@ def entries_of(
     held = held_variables(model, form)
     found = [(v, f"model/{name}") for v, name in held]
     trained = [(v, name) for v, name in held if v.trainable]
-    for place, optimizer in optimizers_of(model):
+    for place, optimizer in held_optimizers(model).items():
         if model.built and not optimizer.built and place == OPTIMIZER:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
@@ -68,14 +68,6 @@ def entries_of(
         entries.append(Entry(name, shape, dtype, variable, shards_of(variable), writes))
     kept = KeptArrays(model, kept_states_of(model) if states is None else states, held)
     return entries + counts_of(model, held, form) + kept.entries()
-
-
-def optimizers_of(model: Any) -> list[tuple[str, Any]]:
-    """The optimizers of a model, each with the first part of the names of its variables."""
-    held = held_optimizers(model).items()
-    return [
-        (OPTIMIZER if name == OPTIMIZER else f"{OPTIMIZER}/{name}", each) for name, each in held
-    ]
 
 
 def held_variables(model: Any, form: type[Manifest] = Manifest) -> Named:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tfdist.backend.keras.attributes import stored_value
 from tfdist.checkpoint.directory import complete_checkpoints, lost
-from tfdist.checkpoint.entries import entries_of, gather_arrays, held_variables, optimizers_of
+from tfdist.checkpoint.entries import OPTIMIZER, entries_of, gather_arrays, held_variables
 from tfdist.checkpoint.errors import OtherModelError, StorageError
 from tfdist.checkpoint.kept import KeptArrays
 from tfdist.checkpoint.manifest import Array, Arrays, Manifest, step_of
@@ -26,7 +26,7 @@ from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.sharding.kept import KeptState, kept_states_of
-from tfdist.step.local_steps import local_optimizer
+from tfdist.step.local_steps import held_optimizers, local_optimizer
 from tfdist.utils import checks
 
 _logger = logging.getLogger("tfdist")
@@ -90,7 +90,7 @@ def restore_checked(
             if form not in known:
                 _build_optimizers(model, manifest)
                 known[form] = entries_of(model, states, form)
-            entries = known[form]
+            entries = _without_new_optimizers(known[form], model, manifest)
             strict = [e for e in entries if e.merge is None and not e.is_optional]
             arrays, _ = gather_arrays(strict, world)
             _check_model(candidate, manifest, arrays)
@@ -110,14 +110,27 @@ def restore_checked(
 
 def _build_optimizers(model: Any, manifest: Manifest) -> None:
     """Builds optimizers that a custom step builds later, for the parameters that they have trained."""
-    names = held_variables(model, type(manifest))
-    for place, optimizer in optimizers_of(model) if model.built else ():
+    names = [(v, n) for v, n in held_variables(model, type(manifest)) if v.trainable]
+    for place, optimizer in held_optimizers(model).items():
         saved = [name for name in manifest.arrays if name.startswith(f"{place}/")]
         slots = {name.removeprefix(f"{place}/").partition("/")[2] for name in saved}
-        trained = [variable for variable, name in names if variable.trainable and name in slots]
-        if trained and not optimizer.built:
+        # Keras makes no slots for values that it assigns instead of gradients.
+        trained = [
+            v for v, n in names if n in slots or getattr(v, "overwrite_with_gradient", False)
+        ]
+        has_slots = any(name in slots for _, name in names)
+        # Others have only scalars, some of which exist before they are built.
+        has_more = place != OPTIMIZER and len(saved) > len(optimizer.variables)
+        if (has_slots or has_more) and not optimizer.built:
             with model.distribute_strategy.scope():
-                optimizer.build(trained)
+                optimizer.build(trained if has_slots else model.trainable_variables)
+
+
+def _without_new_optimizers(entries: list[Entry], model: Any, manifest: Manifest) -> list[Entry]:
+    """The entries without those of optimizers beside the model's own that a checkpoint does not have."""
+    places = [f"{place}/" for place in held_optimizers(model) if place != OPTIMIZER]
+    new = tuple(place for place in places if not any(n.startswith(place) for n in manifest.arrays))
+    return [entry for entry in entries if not entry.name.startswith(new)]
 
 
 def _resume_local_steps(model: keras.Model, entries: Sequence[Entry], manifest: Manifest) -> None:

@@ -125,7 +125,7 @@ class SplitStockLayer(TensorParallelLayer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._refuse("lora_rank", "quantization_mode", "activity_regularizer")
+        self._refuse("lora_rank", "quantization_mode")
 
     def enable_lora(self, *args, **kwargs):
         """Adds LoRA, which Keras computes from the whole weight.

@@ -25,6 +25,7 @@ class _SplitDense(SplitStockLayer, keras.layers.Dense):
 
     def __init__(self, units: int, *args, **kwargs):
         super().__init__(checks.integer("units", units, minimum=1), *args, **kwargs)
+        self._refuse("activity_regularizer")
 
     def build(self, input_shape):
         """Adds this rank's part of the kernel, and the bias."""

@@ -6,7 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend import devices
-from tfdist.backend.keras.attributes import history, inbound_nodes, table_of
+from tfdist.backend.keras.attributes import history, table_of
+from tfdist.backend.keras.calls import calls_of, owns_call
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
@@ -19,7 +20,7 @@ from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
 from tfdist.layers.vocabulary import own_rows
 from tfdist.sharding.weights import add_split_weight, value_tensor
-from tfdist.step.context import current_step
+from tfdist.step.context import current_step, role_of
 from tfdist.utils import checks
 
 
@@ -156,13 +157,15 @@ def split_logits(
 def keeps_vocab_split(layer) -> bool:
     """Whether this is the last layer of the current step's model, whose loss supports split logits.
 
-    A layer that makes logits in several calls joins those of each, since something else uses the others; and
-    one with an activity regularizer, which is a function of all.
+    A layer that makes logits in several calls joins those of each, since something else uses the others; so do
+    one with an activity regularizer, which is a function of all, and one of a model that overrides `call`.
     """
     model = getattr(current_step(), "model", None)
     outputs = getattr(model, "outputs", None) or []
     if len(outputs) != 1 or history(outputs[0]).operation is not layer:
         return False
-    made = [node.outputs[0].shape[-1] for node in inbound_nodes(layer)]
-    is_whole = made.count(outputs[0].shape[-1]) > 1 or layer.activity_regularizer is not None
-    return not is_whole and takes_split_logits(model)
+    model_of_calls = role_of(model).whole_model or model
+    if owns_call(model_of_calls) or layer.activity_regularizer is not None:
+        return False
+    widths = [c.makes[0].shape[-1] for c in calls_of(model_of_calls)[0] if c.operation is layer]
+    return widths.count(outputs[0].shape[-1]) == 1 and takes_split_logits(model)

@@ -178,10 +178,6 @@ class PipelineModel(keras.Model):
             ValueError: A loss requires the rows of the whole batch, and a step has micro-batches.
         """
         super().compile(*args, **kwargs)
-        if self.chain_model.compiled:
-            # One that was loaded has the optimizer of its earlier training, which would be saved again.
-            self.chain_model.compiled = False
-            del self.chain_model.optimizer
         # Checked here, on all ranks, because only the last stage computes the loss.
         check_micro_batches(self.loss, self._runtime.schedule.num_microbatches, self.name)
         self.partition.check_trained()  # Layers may have been frozen since.
@@ -308,6 +304,10 @@ class PipelineModel(keras.Model):
     def save(self, filepath, *args, **kwargs):
         """Saves the whole chain as a plain Keras model without an optimizer; all ranks must call it."""
         self._runtime.placement.renew()
+        if self.chain_model.compiled:
+            # One that was loaded has the optimizer of its earlier training.
+            self.chain_model.compiled = False
+            del self.chain_model.optimizer
         self.chain_model.save(filepath, *args, **kwargs)
 
     def save_weights(self, filepath, *args, **kwargs):

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.functional import defer, initialize_weights, is_deferred
+from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.pipeline.partition import Partition
 from tfdist.sharding.layout import Stage, update_layout
@@ -95,11 +96,29 @@ class StagePlacement:
                 gradients[key] = total
 
     def check_states(self, model: keras.Model) -> None:
-        """Raises ValueError if several ranks hold a state that a layer updates, such as a moving average."""
-        shared = [v.path for v in layer_states(model) if len(self.ranks.get(id(v), ())) > 1]
+        """Raises ValueError if several ranks hold a state that a layer updates, such as a moving average.
+
+        Those of float8 are refused on one rank too: Keras assigns them, instead of gradients, for each micro-batch.
+        """
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in model.variables):
+            raise ValueError(
+                "A pipeline cannot train layers in float8, whose scales are those of a whole batch. Received: "
+                f"`{model.name}`. Use another policy, or another axis of the mesh."
+            )
+        constant = {
+            id(v) for layer in all_layers(model) if _is_constant(layer) for v in layer.variables
+        }
+        states = [state for state in layer_states(model) if id(state) not in constant]
+        shared = [v.path for v in states if len(self.ranks.get(id(v), ())) > 1]
         if shared:
             raise ValueError(
                 "A layer with a state cannot be in stages of several ranks, each of which would update its "
                 f"own. Received: {shared} in `{model.name}`. Use a layer for each call, or `cut` the chain "
                 "elsewhere."
             )
+
+
+def _is_constant(layer) -> bool:
+    """Whether a layer of Keras does not update its states."""
+    is_frozen = isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable
+    return is_frozen or isinstance(layer, keras.layers.Normalization) or layer.quantization_mode

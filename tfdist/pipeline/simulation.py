@@ -30,14 +30,10 @@ class Run:
         return max(end for rank in self.times for _, end in rank)
 
     @property
-    def busy(self) -> tuple[float, ...]:
-        """The computing time of each rank."""
-        return tuple(sum(end - begin for begin, end in rank) for rank in self.times)
-
-    @property
     def idle_share(self) -> float:
         """Mean idle time of ranks over the time of the step: the bubble as a share of the step."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.span)
+        busy = sum(end - begin for rank in self.times for begin, end in rank)
+        return 1 - busy / (len(self.times) * self.span)
 
 
 def needs(action: Action, schedule: Schedule) -> list[Action]:
@@ -53,26 +49,7 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
     return found
 
 
-def messages(schedule: Schedule) -> list[tuple[Action, Action]]:
-    """The messages between ranks, in the order in which receivers need them.
-
-    Returns:
-        For each message the action that makes the tensor, and the one that needs it.
-    """
-    return [
-        (needed, action)
-        for rank, actions in enumerate(schedule.actions)
-        for action in actions
-        for needed in needs(action, schedule)
-        if schedule.rank_of(needed.stage) != rank
-    ]
-
-
-def simulate(
-    schedule: Schedule,
-    costs: Mapping[str, float] = UNIT_COSTS,
-    transfer: float = 0.0,
-) -> Run:
+def simulate(schedule: Schedule, costs: Mapping[str, float] = UNIT_COSTS) -> Run:
     """Simulates a schedule.
 
     Args:
@@ -80,7 +57,6 @@ def simulate(
         costs: The time of an action on all stages of a rank, by kind; an action on one stage takes 1 /
             `chunks` of it. If the schedule does not split the backward, the time of a
             backward is that of both halves.
-        transfer: The time of a message, during which ranks can compute.
 
     Raises:
         ValueError: The schedule deadlocks; the message lists the action that each rank waits for.
@@ -96,11 +72,7 @@ def simulate(
                 needed = needs(action, schedule)
                 if any(other not in done for other in needed):
                     break
-                arrivals = [
-                    done[other] + (transfer if schedule.rank_of(other.stage) != rank else 0.0)
-                    for other in needed
-                ]
-                begin = max([free[rank], *arrivals])
+                begin = max([free[rank], *(done[other] for other in needed)])
                 done[action] = free[rank] = begin + _cost(action, schedule, costs)
                 times[rank].append((begin, free[rank]))
                 progress = True
@@ -120,8 +92,7 @@ def check_schedule(schedule: Schedule) -> Run:
     """Simulates a schedule, and raises ValueError unless it can run.
 
     Each rank must do each of its actions once, all of them after the actions that they require (a forward
-    before its backward, and that before its gradient of weights), without a deadlock, and each message
-    must have one receiver.
+    before its backward, and that before its gradient of weights), without a deadlock.
     """
     checks.instance("schedule", schedule, Schedule, "a Schedule")
     if len(schedule.actions) != schedule.num_ranks:
@@ -143,9 +114,6 @@ def check_schedule(schedule: Schedule) -> Run:
                 f"Rank {rank} of schedule {schedule.name!r} must do each of its actions once. "
                 f"Missing or unexpected: {sorted(map(str, wrong)) or 'none, but some are repeated'}."
             )
-    sent = [sender for sender, _ in messages(schedule)]
-    if len(sent) != len(set(sent)):
-        raise ValueError(f"Schedule {schedule.name!r} must not send a tensor to two ranks.")
     return simulate(schedule)
 
 

@@ -121,17 +121,24 @@ def global_parameters(model: Any) -> contextlib.AbstractContextManager:
 
 
 def held_optimizers(model: Any) -> dict[str, Any]:
-    """The optimizers that are attributes of a model, each once, by the name of the attribute."""
+    """The optimizers that are attributes of a model and that no other one wraps, each once.
+
+    Returns:
+        "optimizer": the model's own; "optimizer/<attribute>": another one.
+    """
     found: dict[int, tuple[str, Any]] = {}
-    for name, each in (("optimizer", getattr(model, "optimizer", None)), *vars(model).items()):
+    others = ((f"optimizer/{name}", each) for name, each in vars(model).items())
+    for name, each in (("optimizer", getattr(model, "optimizer", None)), *others):
         if hasattr(type(each), "apply_gradients"):
             found.setdefault(id(each), (name, each))
-    return dict(found.values())
+    wrapped = {id(one) for _, each in found.values() for one in [*optimizers_in(each)][1:]}
+    return {name: each for name, each in found.values() if id(each) not in wrapped}
 
 
 def all_optimizers(model: Any) -> list:
-    """The optimizers that are attributes of a model, and those that they wrap."""
-    return [one for held in held_optimizers(model).values() for one in optimizers_in(held)]
+    """The optimizers that are attributes of a model, those that they wrap, and those of a MultiOptimizer."""
+    held = [one for each in held_optimizers(model).values() for one in optimizers_in(each)]
+    return held + [one for each in held for one in getattr(each, "optimizers", ())]
 
 
 def group_in_step(group: Group, ranks: frozenset[int] | None) -> Group:

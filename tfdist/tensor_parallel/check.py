@@ -258,10 +258,12 @@ class _Float32(keras.DTypePolicy):
     """A policy that computes in float32, with weights of another dtype, which are cast where they are used."""
 
     variable_dtype = ""
+    quantization_mode: str | None = None
 
-    def __init__(self, variable_dtype: str):
+    def __init__(self, layer: keras.layers.Layer):
         super().__init__("float32")
-        self.variable_dtype = variable_dtype
+        self.variable_dtype = layer.variable_dtype
+        self.quantization_mode = layer.quantization_mode
 
 
 @contextlib.contextmanager
@@ -272,8 +274,8 @@ def _precisely(layers) -> Iterator[None]:
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
         for layer in layers:
-            if layer.variable_dtype != "float64" and layer.quantization_mode is None:
-                override(layer, dtype_policy.name, _Float32(layer.variable_dtype))
+            if layer.variable_dtype != "float64":
+                override(layer, dtype_policy.name, _Float32(layer))
         yield
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(tensor_float)

@@ -61,11 +61,12 @@ def test_formulas_are_what_schedules_take(schedule, chunks, p, m):
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_play_is_the_pipelines_own_simulation(schedule, chunks):
     real = make_schedule(schedule, 4, 8, chunks if chunks > 1 else None)
-    theirs = simulate(real, {Action.FORWARD: 1.0, Action.BACKWARD: 1.5, Action.WEIGHT: 0.5}, 0.1)
+    theirs = simulate(real, {Action.FORWARD: 1.0, Action.BACKWARD: 1.5, Action.WEIGHT: 0.5})
     stages = [1 / chunks] * real.num_stages
-    ends, busy = play(real, stages, [2 * s for s in stages], [s / 2 for s in stages], 0.1)
+    ends, busy = play(real, stages, [2 * s for s in stages], [s / 2 for s in stages], 0.0)
     assert max(ends) == pytest.approx(theirs.span)
-    assert busy == pytest.approx(list(theirs.busy))
+    expected = [sum(end - begin for begin, end in rank) for rank in theirs.times]
+    assert busy == pytest.approx(expected)
 
 
 def test_held_micro_batches_are_the_schedules():

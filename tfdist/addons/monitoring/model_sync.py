@@ -14,14 +14,14 @@ import keras
 import numpy as np
 
 from tfdist.addons.monitoring.rerun import RecordedSteps, State
-from tfdist.backend.keras.attributes import stored_value
+from tfdist.backend.keras.attributes import accumulators, stored_value
 from tfdist.collectives.objects import all_gather_object
 from tfdist.runtime import exit_codes, uncaught
 from tfdist.sharding.layout import layout_of, replicated_variables, variables_of
 from tfdist.sharding.states import layer_states
 from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitContext, FitHook
-from tfdist.step.local_steps import local_optimizer
+from tfdist.step.local_steps import all_optimizers, local_optimizer
 from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
 from tfdist.watchdog.report import format_ranks
@@ -93,7 +93,8 @@ def verify_model_sync(model: keras.Model) -> None:
     Whole variables are the same on all ranks of the data and the tensor axis, slices of split ones
     along the data axis, and flat shards of ZeRO along the axes over which they are not sharded, such as
     those of whole variables along the tensor axis. A shard without a second copy is not compared, nor
-    are the moving averages that layers compute from the batches of their rank. With an optimizer of
+    are the moving averages that layers compute from the batches of their rank, and the gradients that a rank
+    accumulates below ZeRO stage 2. With an optimizer of
     `tfdist.addons.slow_links.local_sgd` the parameters of the last sync and the outer optimizer's state are
     compared; right after a sync the ranks' own parameters, too.
 
@@ -125,6 +126,9 @@ def _checksums(model: keras.Model, state: State | None = None) -> _Sums:
     mesh = strategy.mesh
     own: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     local = {id(variable) for variable in layer_states(model)}
+    if strategy.zero_stage < 2:
+        for optimizer in all_optimizers(model):
+            local |= {id(each) for each in accumulators(optimizer, ())}
     apart = local_optimizer(model)
     compared = replicated_variables(model)
     compared += [

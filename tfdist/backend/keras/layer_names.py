@@ -18,18 +18,14 @@ from tfdist.backend.keras.private import Operation, to_snake_case
 
 #: The attribute of an object, and of its copies: whether Keras has generated its name.
 _MARK = "_tfdist_name_is_made_up"
-_watches = False
 
 
 def watch() -> None:
-    """Patches the constructor of all layers; a second call has no effect.
+    """Patches the constructor of all layers.
 
     Raises:
         ImportError: The constructor of this Keras has a different signature.
     """
-    global _watches
-    if _watches:
-        return
     original = Operation.__init__
     if list(inspect.signature(original).parameters) != ["self", "name"]:
         raise moved("Operation.__init__(self, name)", inspect.signature(original))
@@ -41,7 +37,6 @@ def watch() -> None:
         vars(self)[_MARK] = name is None or (_looks_made_up(self) and _comes_from_a_config())
 
     Operation.__init__ = watched
-    _watches = True
 
 
 def is_made_up(layer) -> bool:
