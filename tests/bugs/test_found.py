@@ -36,7 +36,9 @@ SAVES = [(s, stage) for s in ("none", "checkpoint", "file", "several") for stage
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
-@pytest.mark.parametrize(("save", "stage"), slow_but([("none", 0), ("several", 1)], SAVES))
+@pytest.mark.parametrize(
+    ("save", "stage"), slow_but([("none", 0), ("checkpoint", 1), ("several", 1)], SAVES)
+)
 def test_gradients_of_a_part_of_an_update_are_kept(pool, one_process, tmp_path, save, stage):
     program = found_programs.accumulated_before
     right = one_process.run(program, False, str(tmp_path / "one"), save)[0]

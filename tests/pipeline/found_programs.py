@@ -274,7 +274,7 @@ def constant_states(on_ranks: bool) -> list:
         x = frozen(keras.layers.Dense(6)(fixed(x)))
     model = keras.Model(inputs, x)
     if on_ranks:
-        model = pipeline(model, cut=[3])
+        model = pipeline(model, cut=[3, 3])
     else:
         model.compile("sgd", "mse")
     model.fit(X[:32], X[:32], verbose=0, shuffle=False)

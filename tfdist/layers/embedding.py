@@ -164,8 +164,8 @@ def keeps_vocab_split(layer) -> bool:
     outputs = getattr(model, "outputs", None) or []
     if len(outputs) != 1 or history(outputs[0]).operation is not layer:
         return False
-    model_of_calls = role_of(model).whole_model or model
-    if owns_call(model_of_calls) or layer.activity_regularizer is not None:
+    whole = role_of(model).whole_model or model
+    if owns_call(whole) or layer.activity_regularizer is not None:
         return False
-    widths = [c.makes[0].shape[-1] for c in calls_of(model_of_calls)[0] if c.operation is layer]
+    widths = [c.makes[0].shape[-1] for c in calls_of(whole)[0] if c.operation is layer]
     return widths.count(outputs[0].shape[-1]) == 1 and takes_split_logits(model)

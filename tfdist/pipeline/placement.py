@@ -120,5 +120,6 @@ class StagePlacement:
 
 def _is_constant(layer) -> bool:
     """Whether a layer of Keras does not update its states."""
-    is_frozen = isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable
-    return is_frozen or isinstance(layer, keras.layers.Normalization) or layer.quantization_mode
+    if isinstance(layer, keras.layers.BatchNormalization):
+        return not layer.trainable
+    return isinstance(layer, keras.layers.Normalization) or layer.quantization_mode is not None

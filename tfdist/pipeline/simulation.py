@@ -49,7 +49,9 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
     return found
 
 
-def simulate(schedule: Schedule, costs: Mapping[str, float] = UNIT_COSTS) -> Run:
+def simulate(
+    schedule: Schedule, costs: Mapping[str, float] = UNIT_COSTS, transfer: float = 0.0
+) -> Run:
     """Simulates a schedule.
 
     Args:
@@ -57,6 +59,7 @@ def simulate(schedule: Schedule, costs: Mapping[str, float] = UNIT_COSTS) -> Run
         costs: The time of an action on all stages of a rank, by kind; an action on one stage takes 1 /
             `chunks` of it. If the schedule does not split the backward, the time of a
             backward is that of both halves.
+        transfer: The time of a message, during which ranks can compute.
 
     Raises:
         ValueError: The schedule deadlocks; the message lists the action that each rank waits for.
@@ -72,7 +75,8 @@ def simulate(schedule: Schedule, costs: Mapping[str, float] = UNIT_COSTS) -> Run
                 needed = needs(action, schedule)
                 if any(other not in done for other in needed):
                     break
-                begin = max([free[rank], *(done[other] for other in needed)])
+                ends = [done[o] + transfer * (schedule.rank_of(o.stage) != rank) for o in needed]
+                begin = max([free[rank], *ends])
                 done[action] = free[rank] = begin + _cost(action, schedule, costs)
                 times[rank].append((begin, free[rank]))
                 progress = True

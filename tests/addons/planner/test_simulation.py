@@ -61,9 +61,9 @@ def test_formulas_are_what_schedules_take(schedule, chunks, p, m):
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_play_is_the_pipelines_own_simulation(schedule, chunks):
     real = make_schedule(schedule, 4, 8, chunks if chunks > 1 else None)
-    theirs = simulate(real, {Action.FORWARD: 1.0, Action.BACKWARD: 1.5, Action.WEIGHT: 0.5})
+    theirs = simulate(real, {Action.FORWARD: 1.0, Action.BACKWARD: 1.5, Action.WEIGHT: 0.5}, 0.1)
     stages = [1 / chunks] * real.num_stages
-    ends, busy = play(real, stages, [2 * s for s in stages], [s / 2 for s in stages], 0.0)
+    ends, busy = play(real, stages, [2 * s for s in stages], [s / 2 for s in stages], 0.1)
     assert max(ends) == pytest.approx(theirs.span)
     expected = [sum(end - begin for begin, end in rank) for rank in theirs.times]
     assert busy == pytest.approx(expected)
