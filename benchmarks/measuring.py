@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 
-from tfdist.addons.monitoring.process_memory import peak_bytes
 from tfdist.launch.plan.trials import fit_begins, forget_peak, median_interval
 from tfdist.testing import RankPool
 
@@ -142,6 +141,9 @@ def wide_gpt(**options):
 
 def peak_above(function: Callable[[], Any]) -> tuple[int, Any]:
     """By how many bytes a function raises this process's resident memory at the highest, and its result."""
+    # Tests of the core import this module where there are no add-ons.
+    from tfdist.addons.monitoring.process_memory import peak_bytes
+
     before = psutil.Process().memory_info().rss
     forget_peak()
     result = function()

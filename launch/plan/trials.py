@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tfdist.addons.monitoring.process_memory import peak_bytes
-
 if TYPE_CHECKING:
     from tfdist.addons.planner import Layout, Transformer
 
@@ -101,6 +99,7 @@ def train(
     import tensorflow as tf
 
     from tfdist import layers
+    from tfdist.addons.monitoring.process_memory import peak_bytes
     from tfdist.pipeline import PipelineModel, deferred_weights
     from tfdist.recompute import recompute
 
