@@ -8,12 +8,13 @@ import sys
 import pytest
 
 from tests.house.sources import ROOT
+from tests.house.without_addons import paths
 
 
 @pytest.mark.slow
 def test_core_tests_import_no_add_on():
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.house.without_addons", "--collect-only"],
+        [sys.executable, "-m", "tests.house.without_addons", "--collect-only", *paths()],
         cwd=ROOT,
         capture_output=True,
         text=True,

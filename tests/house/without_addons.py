@@ -1,7 +1,7 @@
 """The tests of the core in a copy of the tree that has no add-ons: `python -m tests.house.without_addons`.
 
-Runs the quick tests of the rooms of floors 1 to 6, of the house and of the extensions, or of the paths that
-are given. Arguments are passed to pytest.
+Runs the quick tests of the rooms of floors 1 to 6, of the house and of the extensions. Arguments are
+passed to pytest.
 """
 
 from __future__ import annotations
@@ -65,10 +65,9 @@ def main() -> int:
         )
         if not found.stdout.startswith(str(folder)) or not found.stdout.endswith(" None\n"):
             raise RuntimeError(f"The copy in {folder} is not what Python imports: {found.stdout}")
-        has_paths = any(not each.startswith("-") for each in sys.argv[1:])
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", _MARKS]
         return subprocess.run(
-            [*command, *sys.argv[1:], *([] if has_paths else paths())], cwd=folder, env=environment
+            [*command, *(sys.argv[1:] or paths())], cwd=folder, env=environment
         ).returncode
 
 
