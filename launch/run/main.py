@@ -144,6 +144,9 @@ def _check(words: list[str]) -> _Job | str:
     hosts = slurm.allocated_hosts() if in_slurm else parse_hosts(options.H)
     nodes = None if hosts or options.host_discovery_script is not None else nodes_of_job()
     size = options.np if isinstance(options.np, int) else sum(host.slots for host in hosts)
+    if nodes is not None and nodes.count == 1:  # As elsewhere, but for the number of ranks.
+        size = size if options.np is not None else nodes.ranks or _count(words, None)
+        nodes = None
     if nodes is not None:
         size = _ranks_of_node(nodes, options, words)
     elif options.np == "auto" and not hosts:
@@ -305,7 +308,8 @@ def _environments(
         yield environments_on(job.nodes, job.size)
         return
     with environments(job.engine, _endpoints(names, reached), job.options.ps) as found:
-        yield found
+        # A platform may have set TF_CONFIG for its one process.
+        yield [{"TF_CONFIG": "", **variables} for variables in found]
 
 
 def _endpoints(

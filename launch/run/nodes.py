@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from tfdist.launch.flags import command
 from tfdist.runtime.nodes import Nodes, find_nodes
 
 
 def nodes_of_job() -> Nodes | None:
-    """The nodes of the job, if a platform has started this process on one of several.
+    """The nodes of the job, if a platform has started this process on one of them.
 
     Raises:
         UsageError: A variable of the platform is malformed.
@@ -29,7 +31,7 @@ def environments_on(nodes: Nodes, ranks: int) -> list[dict[str, str]]:
         "WORLD_SIZE": str(ranks * nodes.count),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": nodes.host,
-        "MASTER_PORT": str(nodes.port),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(nodes.port),
         "TF_CONFIG": "",  # Of the node, on Vertex AI.
     }
     first = nodes.node * ranks

@@ -50,12 +50,12 @@ def train_job(job: Job, pods: Pods) -> list[dict[str, Any]]:
     jobs = [{"name": _NODE, "template": {"metadata": {"labels": _STEP}, "spec": spec}}]
     failures = {
         "maxRestarts": job.max_restarts,
-        # A restart does not fix wrong settings.
+        # A restart does not fix wrong settings, and would begin another time limit.
         "rules": [
             {
                 "name": "wrong_settings",
                 "action": "FailJobSet",
-                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureReasons": ["PodFailurePolicy", "DeadlineExceeded"],
             }
         ],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from tfdist import checkpoint
-from tfdist.checkpoint.directory_lock import DirectoryLock
+from tfdist.checkpoint.directory_lock import DirectoryLock, check_lock
 from tfdist.checkpoint.errors import DirectoryInUseError
 
 
@@ -15,7 +15,7 @@ def hold(address: str) -> None:
     lock.acquire()
     print("held", flush=True)
     sys.stdin.read()
-    lock.check()
+    check_lock(address)
     lock.release()
     print("released", flush=True)
 

@@ -13,12 +13,16 @@ import threading
 import time
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
+import tfdist
 from tests.checkpoint.test_jobs import ROOT, command, environment, run
-from tfdist.checkpoint import directory_lock
+from tfdist.callbacks import Checkpointer
+from tfdist.checkpoint import directory_lock, latest
 from tfdist.checkpoint.directory_lock import JOB, LOCK, DirectoryLock, Owner, holder_of
-from tfdist.checkpoint.errors import DirectoryInUseError
+from tfdist.checkpoint.errors import DirectoryInUseError, StorageError
 from tfdist.runtime import lock_owner
 from tfdist.runtime.lock_owner import STALE_SECONDS
 
@@ -82,7 +86,7 @@ def test_the_second_is_refused_and_told_by_whom(tmp_path, kind):
         other.wait()
     lock = DirectoryLock(str(tmp_path))
     lock.acquire()  # Its holder was killed.
-    lock.check()
+    directory_lock.check_lock(str(tmp_path))
     lock.release()
     assert not (tmp_path / LOCK).exists()
     assert holder_of(str(tmp_path)) is None
@@ -205,7 +209,7 @@ def test_a_lock_that_was_taken_over_is_noticed(tmp_path, monkeypatch):
     while time.monotonic() < end:
         elsewhere(tmp_path)  # Again: a renewal may have been about to replace it.
         try:
-            lock.check()
+            directory_lock.check_lock(str(tmp_path))
         except DirectoryInUseError as error:
             assert "node7" in str(error)
             break
@@ -214,6 +218,27 @@ def test_a_lock_that_was_taken_over_is_noticed(tmp_path, monkeypatch):
         raise AssertionError("It was not noticed.")
     lock.release()
     assert b"node7" in (tmp_path / LOCK).read_bytes()
+
+
+@pytest.mark.timeout(200)
+def test_a_job_without_the_lock_completes_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory_lock, "_is_local", lambda directory: False)
+    monkeypatch.setattr(directory_lock, "_RENEW_SECONDS", 1e6)  # It has not noticed yet.
+
+    def taken_over(batch, logs):
+        if batch == 5:
+            elsewhere(tmp_path)
+
+    taken = keras.callbacks.LambdaCallback(on_train_batch_end=taken_over)
+    with tfdist.strategies.LocalStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((20, 2), "float32")
+    saver = Checkpointer(tmp_path, every_steps=4, keep_last=10, asynchronous=False)
+    with pytest.raises(StorageError, match="node7"):
+        model.fit(x, x[:, :1], batch_size=1, verbose=0, callbacks=[taken, saver])
+    assert "step-0000000004-" in latest(tmp_path)
+    assert len(list(tmp_path.glob("step-*"))) == 1
 
 
 def test_a_process_of_the_same_number_is_another(tmp_path):

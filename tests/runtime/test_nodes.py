@@ -57,7 +57,10 @@ print(group.rank, group.size, int(total), flush=True)
             KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"},
             Nodes("Kubeflow Trainer", 2, 3, "job-node-0-0.job", 29400),
         ),
-        (KUBEFLOW | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}, None),
+        (
+            KUBEFLOW | {"PET_NNODES": "1", "PET_NODE_RANK": "0"},
+            Nodes("Kubeflow Trainer", 0, 1, "job-node-0-0.job", 29400, 4),
+        ),
         (SAGEMAKER, Nodes("SageMaker", 1, 2, "algo-1", 7777)),
         (VERTEX, Nodes("Vertex AI", 2, 3, "first-0", 2222)),
         ({"PET_NNODES": "3"}, None),
@@ -73,10 +76,13 @@ def test_what_a_node_knows(environment, found):
     [
         KUBEFLOW | {"PET_NNODES": "1:3"},
         KUBEFLOW | {"PET_NODE_RANK": ""},
+        KUBEFLOW | {"PET_NODE_RANK": "3"},
+        KUBEFLOW | {"PET_NODE_RANK": "-1"},
         SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"},
         SAGEMAKER | {"SM_HOSTS": "algo-1"},
         {"CLUSTER_SPEC": "{}"},
         {"CLUSTER_SPEC": "[]"},
+        {"CLUSTER_SPEC": '{"cluster": {"workerpool0": []}, "task": {"type": "", "index": 0}}'},
         {
             "CLUSTER_SPEC": json.dumps(
                 {"cluster": POOLS, "task": {"type": "workerpool3", "index": 0}}
@@ -106,6 +112,49 @@ def test_a_node_is_a_rank_without_a_launcher():
     started = started_by_scheduler(SAGEMAKER)
     assert (started.rank, started.size, started.local_size) == (1, 2, 1)
     assert meeting_point(started, SAGEMAKER) == ("algo-1", 7777)
+    assert meeting_point(started, SAGEMAKER | {"MASTER_PORT": "1234"}) == ("algo-1", 1234)
+
+
+def test_another_port_than_that_of_the_platform(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    (rank,) = environments_on(find_nodes(SAGEMAKER), 1)
+    assert meeting_point(started_by_scheduler(rank), rank) == ("algo-1", 1234)
+
+
+ONE_POOL = {"workerpool0": ["first-0:2222"]}
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "ranks"),
+    [
+        (KUBEFLOW | {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "2"}, [], 2),
+        (
+            KUBEFLOW | {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "3"},
+            ["-np", "2", "--engine=tensorflow"],
+            2,
+        ),
+        (
+            {
+                "CLUSTER_SPEC": json.dumps(
+                    {"cluster": ONE_POOL, "task": {"type": "workerpool0", "index": 0}}
+                ),
+                "TF_CONFIG": json.dumps(
+                    {"cluster": {"chief": ["first-0:2222"]}, "task": {"type": "chief", "index": 0}}
+                ),
+            },
+            ["-np", "2"],
+            2,
+        ),
+        ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, [], os.cpu_count()),
+    ],
+    ids=["kubeflow", "flags", "vertex", "sagemaker"],
+)
+def test_the_ranks_of_the_only_node(environment, flags, ranks):
+    assert started_by_scheduler(environment) is None
+    (said,) = finish([run_node(environment, sys.executable, "-c", SAYS, flags=flags)])
+    total = 2**ranks - 1
+    for rank in range(ranks):
+        assert f"[{rank}] {rank} {ranks} {total}" in said, said
 
 
 def test_torchrun():
@@ -122,9 +171,9 @@ def test_torchrun():
     assert started_by_scheduler({"RANK": "1", "WORLD_SIZE": "2"}) is None
 
 
-def run_node(variables: dict[str, str], *command: str) -> subprocess.Popen:
+def run_node(variables: dict[str, str], *command: str, flags=()) -> subprocess.Popen:
     return subprocess.Popen(
-        [os.path.join(BIN, "tfdist-run"), "--", *command],
+        [os.path.join(BIN, "tfdist-run"), *flags, "--", *command],
         env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -341,8 +341,6 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
 
     def _completed(self, path: str) -> None:
         """Called on the chief when a checkpoint was verified."""
-        if self._directory_lock is not None:
-            self._directory_lock.check()
         self._retention.completed(path)
         note_newest(path)
 

@@ -59,18 +59,10 @@ class DirectoryLock:
         if self._key is not None:
             return
         with _held_lock:
-            is_address = "://" in self._directory
-            key = self._directory if is_address else os.path.realpath(self._directory)
+            key = _key_of(self._directory)
             lock, count = _held.get(key) or (_acquired(self._directory), 0)
             _held[key] = lock, count + 1
             self._key = key
-
-    def check(self) -> None:
-        """Raises DirectoryInUseError if another job has taken over the lock."""
-        if self._key is not None:
-            with _held_lock:
-                lock, _ = _held[self._key]
-            lock.check()
 
     def release(self) -> None:
         """Releases the lock; does nothing if it is not held."""
@@ -83,6 +75,17 @@ class DirectoryLock:
             else:
                 lock.release()
             self._key = None
+
+
+def check_lock(directory: str) -> None:
+    """Raises DirectoryInUseError if another job has taken over the lock that this process held."""
+    held = _held.get(_key_of(directory))
+    if held is not None:
+        held[0].check()
+
+
+def _key_of(directory: str) -> str:
+    return directory if "://" in directory else os.path.realpath(directory)
 
 
 def holder_of(directory: str) -> Owner | None:
@@ -235,8 +238,10 @@ class _RenewedLock:
                 self._version = version
 
     def check(self) -> None:
-        if self._lost is not None:
-            raise DirectoryInUseError(in_use(self._directory, self._lost))
+        # Read, because a process that was suspended does not know yet.
+        owner = self.owner()
+        if owner is None or not self._is_own(owner):
+            raise DirectoryInUseError(in_use(self._directory, owner or self._here))
 
     def release(self) -> None:
         self._ended.set()

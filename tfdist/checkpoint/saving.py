@@ -27,7 +27,7 @@ from tfdist.checkpoint.chunks import (
     folder_of_array,
 )
 from tfdist.checkpoint.directory import record_newest, record_next
-from tfdist.checkpoint.directory_lock import DirectoryLock
+from tfdist.checkpoint.directory_lock import DirectoryLock, check_lock
 from tfdist.checkpoint.entries import entries_of, gather_arrays
 from tfdist.checkpoint.errors import CheckpointError, StorageError
 from tfdist.checkpoint.manifest import Array, Digests, Manifest, folder_of, keys_of
@@ -318,6 +318,7 @@ class Save:
                 f"{self.path} is not complete: no rank has written {', '.join(missing[:3])}."
             )
         directory, _, folder = self.path.rpartition("/")
+        check_lock(directory)
         record_next(directory, folder)
         dataclasses.replace(self._manifest, files=digests).write(storage)
         self._is_complete = True

@@ -36,7 +36,7 @@ class Nodes:
 
 
 def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes | None:
-    """The nodes of this job; None on one node, or on another platform.
+    """The nodes of this job, which may be one; None on another platform.
 
     Raises:
         ValueError: A variable is malformed.
@@ -44,24 +44,23 @@ def find_nodes(environment: Mapping[str, str] = os.environ) -> Nodes | None:
     for marks, read in _PLATFORMS.items():
         if all(mark in environment for mark in marks):
             try:
-                found = read(environment)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                return read(environment)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 given = ", ".join(f"{mark}={environment[mark][:200]}" for mark in marks)
                 raise ValueError(
                     f"The variables of the nodes of a job must be valid. Received: {given} "
                     f"({type(error).__name__}: {error}). Unset them, or start the ranks with `tfdist-run -H`."
                 ) from error
-            return found if found.count > 1 else None
     return None
 
 
 def _kubeflow(environment: Mapping[str, str]) -> Nodes:
     """Of Kubeflow Trainer's runtimes for PyTorch, which set what torchrun reads."""
-    ranks = environment.get("PET_NPROC_PER_NODE", "")
+    nodes, ranks = int(environment["PET_NNODES"]), environment.get("PET_NPROC_PER_NODE", "")
     return Nodes(
         "Kubeflow Trainer",
-        int(environment["PET_NODE_RANK"]),
-        int(environment["PET_NNODES"]),
+        range(nodes).index(int(environment["PET_NODE_RANK"])),
+        nodes,
         environment["PET_MASTER_ADDR"],
         int(environment["PET_MASTER_PORT"]),
         int(ranks) if ranks.isdigit() else None,  # Otherwise auto, cpu or gpu.

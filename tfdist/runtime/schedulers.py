@@ -91,8 +91,9 @@ def started_by_scheduler(environment: Mapping[str, str] = os.environ) -> Started
         local = _number(environment, local_size, 1) if local_size in environment else None
         # A rank that is alone may be started by another launcher's rank.
         return Started(launcher, own, count, local) if count > 1 else None
-    nodes = find_nodes(environment)
-    return None if nodes is None else Started(nodes.platform, nodes.node, nodes.count, 1, nodes)
+    if (nodes := find_nodes(environment)) is None or nodes.count == 1:
+        return None
+    return Started(nodes.platform, nodes.node, nodes.count, 1, nodes)
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
@@ -148,15 +149,15 @@ class Hello(NamedTuple):
 def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str, int]:
     """The address and port at which the first rank listens; a `ValueError` if it is unknown.
 
-    `MASTER_ADDR` and `MASTER_PORT` override them, as for PyTorch.
+    `MASTER_PORT` overrides the port, and `MASTER_ADDR` the address unless a platform names the first node.
     """
     first, end = _PORTS
     port = first + zlib.crc32("/".join(_job(started, environment)).encode()) % (end - first)
     if started.launcher == "torchrun" and environment.get(_HAS_AGENT) == "True":
         return environment["MASTER_ADDR"], port
-    if started.nodes is not None:
-        return started.nodes.host, started.nodes.port
     address = environment.get("MASTER_ADDR")
+    if started.nodes is not None:
+        address, port = started.nodes.host, started.nodes.port
     if address is None and started.local_size == started.size:
         address = "127.0.0.1"
     if address is None and started.launcher == "srun":

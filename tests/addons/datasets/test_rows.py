@@ -154,6 +154,25 @@ def test_structures():
     assert len(list(row_dataset(rows, 2, drop_remainder=True))) == 1
 
 
+def test_bytes_keep_their_zeros():
+    rows = [b"\0\1\0\0", b"\0\0", b"", np.int32([7, 8]).tobytes()]
+    (batch,) = row_dataset(rows, 4)
+    assert batch.numpy().tolist() == rows
+    (batch,) = row_dataset(["a\0", "\0"], 2)
+    assert batch.numpy().tolist() == [b"a\0", b"\0"]
+
+
+def test_integers_are_not_wrapped():
+    for rows in ([5_000_000_000, 7], [-(1 << 31) - 1, 7]):
+        with pytest.raises(
+            tf.errors.OpError, match=rf"Received: array\({rows[0]}\) in row 0\. Make them int64"
+        ):
+            list(row_dataset(rows, 2))
+    wide = [np.asarray(number, np.int64) for number in (5_000_000_000, 7)]
+    (batch,) = row_dataset(wide, 2)
+    assert batch.numpy().tolist() == [5_000_000_000, 7]
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -160,12 +160,12 @@ class Fails(keras.callbacks.Callback):
         raise KeyError("x")
 
 
-def fitted(recorder, *callbacks):
+def fitted(recorder, *callbacks, epochs=2):
     with tfdist.strategies.LocalStrategy().scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     x = np.ones((12, 2), "float32")
-    model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0, callbacks=[recorder, *callbacks])
+    model.fit(x, x[:, :1], batch_size=4, epochs=epochs, verbose=0, callbacks=[recorder, *callbacks])
 
 
 def test_what_a_tracker_gets():
@@ -196,6 +196,36 @@ def test_the_end_of_an_epoch_at_a_logged_step():
     logs = [(set(metrics), step) for _, metrics, step in recorder.calls[1:-1]]
     epochs = [({"train/loss"}, 1), ({"train/loss"}, 2), ({"train/loss"}, 3), ({"epoch"}, 3)]
     assert logs == epochs + [(names, step + 3) for names, step in epochs]
+
+
+def test_calls_of_several_batches_are_logged_in_time():
+    recorder = Recorder(every_steps=3)
+    with tfdist.strategies.LocalStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=4)
+    x = np.ones((16, 2), "float32")
+    model.fit(x, x[:, :1], batch_size=1, epochs=2, verbose=0, callbacks=[recorder])
+    logs = [step for _, metrics, step in recorder.calls[1:-1] if "train/loss" in metrics]
+    assert logs == [4, 8, 12, 16, 20, 24, 28, 32]
+
+
+def test_a_run_is_that_of_its_tracker(tmp_path):
+    """A restarted job that has another tracker too."""
+
+    class Other(Recorder):
+        name = "other"
+
+    fitted(Recorder(), tfdist.callbacks.Checkpointer(tmp_path))
+    other, recorder = Other(), Recorder()
+    fitted(other, recorder, tfdist.callbacks.Checkpointer(tmp_path), epochs=3)
+    assert other.calls[0][2] is None and recorder.calls[0][2] == "run-1"
+
+
+def test_the_names_of_the_trackers():
+    for package in ("mlflow", "wandb", "trackio"):
+        pytest.importorskip(package)
+    trackers = tfdist.addons.trackers
+    assert len({each.name for each in (trackers.MLflow, trackers.WandB, trackers.Trackio)}) == 3
 
 
 def test_a_failed_training_is_told():

@@ -174,7 +174,7 @@ class _Reader:
         Raises:
             ValueError: The row has others, or another structure.
         """
-        parts = [np.asarray(part) for part in tf.nest.flatten(row)]
+        parts = [_array(part) for part in tf.nest.flatten(row)]
         if len(parts) != len(self._like) or not all(
             part.shape == like.shape
             and np.can_cast(part.dtype, like.dtype, "same_kind")
@@ -186,6 +186,20 @@ class _Reader:
                 f"{checks.shown(row)}. (Grain's filtered rows are None: filter before.)"
             )
         return [
-            part.astype(like.dtype, copy=False)
-            for part, like in zip(parts, self._like, strict=True)
+            _cast(index, part, like.dtype) for part, like in zip(parts, self._like, strict=True)
         ]
+
+
+def _array(part: Any) -> np.ndarray:
+    # NumPy's own texts and bytes lose zeros at the end.
+    return np.array(part, object) if isinstance(part, (bytes, str)) else np.asarray(part)
+
+
+def _cast(index: int, part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    found = part.astype(dtype, copy=False)
+    if dtype.kind in "iu" and (found != part).any():
+        raise ValueError(
+            f"Integers must fit the dtype of the last row, {dtype}. Received: {checks.shown(part)} in row "
+            f"{index}. Make them int64: `transform` may return `np.asarray(number, np.int64)`."
+        )
+    return found

@@ -20,6 +20,7 @@ from tfdist.utils import checks
 #: The bytes of whole matrices that are exchanged at once.
 _SENT_BYTES = 256 << 20
 #: The kernels of attention in Keras and KerasHub: [width, heads, head width] and [heads, head width, width].
+#: Not of Gemma, whose queries, keys and values have kernels of [heads, width, head width].
 ATTENTION_MATRICES: dict[str, int] = {
     r"(.*/)?(query|key|value)/kernel": 1,
     r"(.*/)?attention_output/kernel": 2,

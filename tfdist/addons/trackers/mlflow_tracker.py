@@ -23,6 +23,8 @@ class MLflow(Tracker):
         name: The name of a new run.
     """
 
+    name = "mlflow"
+
     def __init__(
         self,
         *,

@@ -34,7 +34,7 @@ class Tracker(keras.callbacks.Callback, FitHook, KeptState, abc.ABC):
         ValueError: `every_steps` is not positive.
     """
 
-    #: The name of the state in checkpoints.
+    #: The name of the state in checkpoints: the id of a run means nothing to another tracker.
     name = "tracker"
 
     def __init__(self, *, config: Mapping[str, Any] | None = None, every_steps: int | None = None):
@@ -52,6 +52,8 @@ class Tracker(keras.callbacks.Callback, FitHook, KeptState, abc.ABC):
         self._logged: keras.Model | None = None
         #: The last step that a continued run has had; and what was logged of the last step.
         self._last = self._step = -1
+        #: The batches of the epoch until the last one that was logged.
+        self._batches = 0
         self._names: set[str] = set()
 
     @abc.abstractmethod
@@ -110,7 +112,7 @@ class Tracker(keras.callbacks.Callback, FitHook, KeptState, abc.ABC):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the run, once a checkpoint was restored."""
-        fit = self._fit
+        fit, self._batches = self._fit, 0
         is_chief = fit is not None and fit.kind == "fit" and getattr(fit.strategy, "is_chief", True)
         if is_chief and not self._is_open:
             if not self._is_restored and self._logged is not self.model:
@@ -121,7 +123,9 @@ class Tracker(keras.callbacks.Callback, FitHook, KeptState, abc.ABC):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Logs the epoch so far, if that is wanted."""
-        if self._every is not None and (batch + 1) % self._every == 0:
+        # Calls with several batches report the last one.
+        if self._every is not None and (batch + 1) // self._every > self._batches // self._every:
+            self._batches = batch + 1
             self._log(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -22,6 +22,8 @@ class Trackio(Tracker):
         arguments: More arguments of `trackio.init`, such as `space_id`.
     """
 
+    name = "trackio"
+
     def __init__(
         self,
         project: str,

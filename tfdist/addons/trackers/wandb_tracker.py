@@ -19,6 +19,8 @@ class WandB(Tracker):
         arguments: More arguments of `wandb.init`, such as `project`.
     """
 
+    name = "wandb"
+
     def __init__(
         self,
         *,
